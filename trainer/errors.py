@@ -1,0 +1,90 @@
+"""Errors a user can act on. Each is one line, and each has the exit code of the process."""
+
+from __future__ import annotations
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "DistributedError",
+    "KernelError",
+    "NonFiniteError",
+    "ResumeError",
+    "StorageError",
+    "TrainerError",
+]
+
+
+class TrainerError(Exception):
+    """Base of all errors that a user can act on.
+
+    The text is always one line: what is wrong and where, what was found, the rule, the fix.
+
+    Args:
+        where: the setting or file at fault, as the user knows it.
+        problem: what is wrong with it.
+        found: the offending value, if there is one.
+        rule: what a legal value looks like.
+        fix: what to do about it.
+    """
+
+    exit_code = 2
+
+    def __init__(
+        self,
+        where: object,
+        problem: str,
+        *,
+        found: object = None,
+        rule: str | None = None,
+        fix: str | None = None,
+    ) -> None:
+        self.where, self.problem, self.found, self.rule, self.fix = where, problem, found, rule, fix
+        parts = [f"{where}: {problem}"]
+        if found is not None:
+            parts.append(f"found {found!r}" if isinstance(found, str) else f"found {found}")
+        if rule:
+            parts.append(f"must be {rule}")
+        if fix:
+            parts.append(f"fix: {fix}")
+        super().__init__(" ".join("; ".join(parts).split()))
+
+
+class ConfigError(TrainerError):
+    """A setting on the command line or in a YAML file is unknown, malformed or out of range."""
+
+
+class DataError(TrainerError):
+    """A data file cannot be read, or holds something that cannot be trained on."""
+
+
+class CheckpointError(TrainerError):
+    """A weight file or checkpoint cannot be read or does not fit the model."""
+
+
+class KernelError(TrainerError):
+    """No kernel backend can run the call, or building one failed."""
+
+
+class ResumeError(TrainerError):
+    """Checkpoints exist, but none of them is valid."""
+
+    exit_code = 3
+
+
+class StorageError(TrainerError):
+    """Writing failed: disk full, read-only, or the folder vanished. Older checkpoints are untouched."""
+
+    exit_code = 4
+
+
+class NonFiniteError(TrainerError):
+    """The loss or a gradient is NaN or infinite. The weights are those before the step."""
+
+    exit_code = 5
+
+
+class DistributedError(TrainerError):
+    """The processes of a run could not start together or lost each other."""
+
+    exit_code = 6

@@ -1,0 +1,34 @@
+"""Data that passes between layers.
+
+Axis legend, used as a suffix of tensor names everywhere: B rows of a batch, T tokens, C width of the
+residual stream, H heads, N head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+__all__ = ["Batch"]
+
+
+class Batch(NamedTuple):
+    """One micro-batch: what one rank feeds through the model between two row changes.
+
+    Rows are sorted by `lengths`, longest first; T is the longest row's length. Tokens past a row's
+    length have id 0, target 0, weight 0.
+    """
+
+    ids_BT: Tensor
+    """int64, input tokens."""
+    targets_BT: Tensor
+    """int64, the token that follows each input token."""
+    weight_BT: Tensor
+    """float32 >= 0, how much each target counts in the loss; 0 = not trained."""
+    reset_BT: Tensor
+    """bool, true where the recurrent state is zeroed before this token (a document starts here)."""
+    lengths: tuple[int, ...]
+    """Tokens in each row, descending."""
+    lane_ids: tuple[int, ...] | None = None
+    """`stream` batching: the global number of the lane that each row continues. None: rows start anew."""
