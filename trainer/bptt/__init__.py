@@ -1,0 +1,1 @@
+"""Back-propagation through time over chunks: planned with integers (`plan`), then run (`step`)."""

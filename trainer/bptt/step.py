@@ -1,0 +1,297 @@
+"""One optimizer step's gradients: every chunk forward and backward, the state handed on.
+
+Exact gradients across chunks need no more GPU memory than truncated ones. A window of several chunks is run
+forward without a graph, keeping only the state at each border (on the host, for a GPU). Then its chunks are
+replayed from the last to the first: forward with a graph, backward of
+
+    loss_j + <state after chunk j, G_{j+1}>,        G_j = gradient of the state that enters chunk j.
+
+The sum over chunks is the gradient of the whole window's loss, to rounding.
+
+This module knows neither Lightning nor DeepSpeed: an `Engine` runs chunks and backwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from trainer.bptt.plan import Chunk, MicroPlan, StepPlan, boundary_stride
+from trainer.config.schema import BpttWindow
+from trainer.model.state import LayerState, ModelState, detach_state, map_state, state_tensors
+from trainer.types import Batch
+
+__all__ = ["ChunkInput", "Engine", "StepOptions", "StepResult", "run_step"]
+
+MASKED_TOKENS = 16
+"""Tokens of a chunk that only keeps this rank in step with the others."""
+
+
+@dataclass(frozen=True)
+class ChunkInput:
+    """What the model sees of one chunk, on its device."""
+
+    ids_BT: Tensor
+    targets_BT: Tensor
+    weight_BT: Tensor
+    """Weights times world size over the step's total weight: the loss needs no further scaling."""
+    reset_BT: Tensor | None
+    state: ModelState
+
+
+class Engine(Protocol):
+    """Runs the model through the training strategy, so that sharded gradients come out right."""
+
+    def zero_state(self, rows: int) -> ModelState:
+        """State before a document, for `rows` rows."""
+
+    def forward(self, chunk: ChunkInput, *, with_loss: bool, is_last: bool) -> tuple[Tensor | None, ModelState]:
+        """Weighted loss (None without `with_loss`) and the state after the chunk.
+
+        `is_last`: the backward of this chunk completes the optimizer step's gradient.
+        """
+
+    def backward(self, loss: Tensor, *, is_last: bool) -> None:
+        """Add the gradient of `loss` to that of the step."""
+
+
+@dataclass
+class StepResult:
+    """What a step leaves behind besides gradients."""
+
+    total_weight: float = 1.0
+    """Sum of token weights over all ranks."""
+    losses: list[Tensor] = field(default_factory=list)
+    """Weighted loss of each trained chunk; their sum over all ranks / world size is the step's mean loss."""
+    labels: list[tuple[int, int]] = field(default_factory=list)
+    """(micro-batch, chunk) of each loss."""
+    states: list[ModelState | None] = field(default_factory=list)
+    """State after each micro-batch, for rows that are continued in the next step."""
+
+
+class _StateGradient(torch.autograd.Function):
+    """Identity on the loss whose backward also feeds given gradients into the outgoing state.
+
+    The gradients are handed on as they are, not times the upstream gradient: they were made from losses that
+    had the same factor already, and a second one would compound over the chunks.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, gradients: list[Tensor], loss: Tensor, *state: Tensor
+    ) -> Tensor:
+        ctx.gradients = gradients
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, upstream, *ctx.gradients)
+
+
+def _rows(state: ModelState, rows: int) -> ModelState:
+    """The first `rows` rows of a state."""
+    if state[0].wkv.shape[0] == rows:
+        return state
+    return map_state(lambda x: x[:rows], state)
+
+
+def _pad_rows(gradient: Tensor, like: Tensor) -> Tensor:
+    """Gradient of the rows that go on, zero for the rows that ended with this chunk."""
+    if gradient.shape[0] == like.shape[0]:
+        return gradient
+    return torch.cat((gradient, gradient.new_zeros(like.shape[0] - gradient.shape[0], *gradient.shape[1:])))
+
+
+class _Boundaries:
+    """States at chunk borders: pinned host memory for a GPU, as they are on a CPU."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, list[Tensor]] = {}
+
+    def put(self, index: int, state: ModelState) -> None:
+        tensors = [x.detach() for x in state_tensors(state)]
+        if tensors[0].is_cuda:
+            tensors = [torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True) for x in tensors]
+        self._kept[index] = tensors
+
+    def __contains__(self, index: int) -> bool:
+        return index in self._kept
+
+    def pop(self, index: int, device: torch.device) -> ModelState:
+        moved = [x.to(device, non_blocking=True) for x in self._kept.pop(index)]
+        return tuple(LayerState(*moved[i : i + 3]) for i in range(0, len(moved), 3))
+
+
+class _MicroRun:
+    """Runs the chunks of one micro-batch."""
+
+    def __init__(
+        self, engine: Engine, batch: Batch | None, plan: MicroPlan, scale: float, device: torch.device
+    ) -> None:
+        self.engine, self.batch, self.plan, self.scale, self.device = engine, batch, plan, scale, device
+        self.losses: list[Tensor] = []
+        self.labels: list[int] = []
+
+    def _input(self, chunk: Chunk, state: ModelState) -> ChunkInput:
+        if self.batch is None or chunk.rows == 0:
+            ids = torch.zeros(1, MASKED_TOKENS, dtype=torch.int64, device=self.device)
+            weight = torch.zeros(1, MASKED_TOKENS, device=self.device)
+            return ChunkInput(ids, ids, weight, None, self.engine.zero_state(1))
+        part = (slice(0, chunk.rows), slice(chunk.start, chunk.stop))
+        reset = self.batch.reset_BT[part]
+        # Rows that start anew have a zero state at token 0 already: no mask is needed for that reset.
+        inner = reset[:, 1:] if chunk.start == 0 and self.batch.lane_ids is None else reset
+        return ChunkInput(
+            self.batch.ids_BT[part].to(self.device, non_blocking=True),
+            self.batch.targets_BT[part].to(self.device, non_blocking=True),
+            self.batch.weight_BT[part].to(self.device, non_blocking=True) * self.scale,
+            reset.to(self.device, non_blocking=True) if bool(inner.any()) else None,
+            state,
+        )
+
+    def _forward_only(self, index: int, state: ModelState) -> ModelState:
+        chunk = self.plan.chunks[index]
+        with torch.no_grad():
+            _, after = self.engine.forward(
+                self._input(chunk, _rows(state, max(1, chunk.rows))), with_loss=False, is_last=False
+            )
+        return after if chunk.rows else state
+
+    def _train(
+        self, index: int, state: ModelState, gradient: list[Tensor] | None, want_gradient: bool, is_last: bool
+    ) -> tuple:
+        """Forward and backward of one chunk: the state after it, and the gradient of the state before it."""
+        chunk = self.plan.chunks[index]
+        state = detach_state(_rows(state, max(1, chunk.rows)))
+        if want_gradient and chunk.rows:
+            state = map_state(lambda x: x.requires_grad_(), state)
+        loss, after = self.engine.forward(self._input(chunk, state), with_loss=True, is_last=is_last)
+        assert loss is not None
+        self.losses.append(loss.detach())
+        self.labels.append(index)
+        if gradient is not None and chunk.rows:
+            leaving = state_tensors(after)
+            gradient = [_pad_rows(g, x) for g, x in zip(gradient, leaving, strict=True)]
+            loss = _StateGradient.apply(gradient, loss, *leaving)
+        self.engine.backward(loss, is_last=is_last)
+        if not chunk.rows:
+            return state, None
+        entering = [x.grad for x in state_tensors(state)] if want_gradient else None
+        return detach_state(after), entering
+
+    def run(self, state: ModelState, ends_step: bool, max_kept: int) -> ModelState:
+        """All chunks; returns the state after the last token, detached."""
+        for index in range(self.plan.first_trained):
+            state = self._forward_only(index, state)
+        for number, window in enumerate(self.plan.windows):
+            last = ends_step and number == len(self.plan.windows) - 1
+            state = self._run_window(window, state, last, max_kept)
+        return state
+
+    def _run_window(self, window: range, state: ModelState, ends_step: bool, max_kept: int) -> ModelState:
+        """Forward through all chunks but the last, then train them from the last to the first."""
+        stride = boundary_stride(len(window) - 1, max_kept)
+        last_head = window[0] + (len(window) - 1) // stride * stride
+        kept = _Boundaries()
+        for index in window[:-1]:
+            if (index - window[0]) % stride == 0 or index > last_head:
+                kept.put(index, state)
+            state = self._forward_only(index, state)
+        final, gradient = self._train(window[-1], state, None, len(window) > 1, ends_step and len(window) == 1)
+        for index in reversed(window[:-1]):
+            if index not in kept:
+                self._replay(window[0] + (index - window[0]) // stride * stride, index, kept)
+            is_first = index == window[0]
+            entering = kept.pop(index, self.device)
+            _, gradient = self._train(index, entering, gradient, not is_first, ends_step and is_first)
+        return final
+
+    def _replay(self, head: int, index: int, kept: _Boundaries) -> None:
+        """Recompute the states after kept chunk border `head`, up to that of chunk `index`."""
+        state = kept.pop(head, self.device)
+        for j in range(head, index):
+            kept.put(j, state)
+            state = self._forward_only(j, state)
+        kept.put(index, state)
+
+
+def _apply_learning_range(batch: Batch, ctx_len: int, learning_range: int) -> Batch:
+    """Weight 0 for all but the last `learning_range` chunks of each row."""
+    if learning_range <= 0:
+        return batch
+    weight = batch.weight_BT.clone()
+    for row, length in enumerate(batch.lengths):
+        weight[row, : max(0, -(-length // ctx_len) - learning_range) * ctx_len] = 0
+    return batch._replace(weight_BT=weight)
+
+
+def _state_bytes(state: ModelState) -> int:
+    return sum(x.numel() * x.element_size() for x in state_tensors(state))
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """The settings that a step needs; see `trainer.config.schema.ModelConfig`."""
+
+    ctx_len: int
+    window: BpttWindow
+    learning_range: int
+    host_memory_bytes: int
+    num_micro: int
+    """Most micro-batches that a rank has in a step."""
+    micro_rows: int
+    """Rows of a full micro-batch."""
+
+
+def run_step(
+    engine: Engine,
+    batches: Sequence[Batch],
+    states: Sequence[ModelState | None],
+    options: StepOptions,
+    *,
+    device: torch.device,
+    world_size: int,
+    gather: Callable[[list[float]], list[list[float]]],
+) -> StepResult:
+    """Gradients of one optimizer step, added to those that the engine holds.
+
+    The gradient is that of the step's loss: the weighted mean of all trained tokens on all ranks. How tokens
+    are split over chunks, micro-batches and ranks does not change it.
+
+    Args:
+        engine: runs chunks through the strategy.
+        batches: this rank's micro-batches, on the CPU.
+        states: state that each micro-batch continues; None = zero.
+        options: settings.
+        device: where the model is.
+        world_size: ranks; the engine averages gradients over them, so losses carry this factor, here only.
+        gather: one exchange of a list of numbers between all ranks.
+    """
+    batches = [_apply_learning_range(batch, options.ctx_len, options.learning_range) for batch in batches]
+    plan = StepPlan.agree(
+        [batch.lengths for batch in batches],
+        float(sum(batch.weight_BT.sum(dtype=torch.float64) for batch in batches)),
+        ctx_len=options.ctx_len,
+        window=options.window,
+        learning_range=options.learning_range,
+        num_micro=options.num_micro,
+        gather=gather,
+    )
+    scale = world_size / plan.total_weight
+    max_kept = max(1, options.host_memory_bytes // _state_bytes(engine.zero_state(options.micro_rows)))
+    result = StepResult(total_weight=plan.total_weight)
+    for number, micro in enumerate(plan.micro):
+        batch = batches[number] if number < len(batches) else None
+        run = _MicroRun(engine, batch, micro, scale, device)
+        state = states[number] if number < len(states) else None
+        if state is None:
+            state = engine.zero_state(len(batch.lengths) if batch is not None and batch.lengths else 1)
+        final = run.run(state, number == len(plan.micro) - 1, max_kept)
+        result.losses += run.losses
+        result.labels += [(number, index) for index in run.labels]
+        result.states.append(final if batch is not None else None)
+    return result

@@ -1,0 +1,1 @@
+"""The RWKV-7 network. Needs PyTorch alone."""

@@ -1,0 +1,72 @@
+"""RWKV-7 "Goose" (x070) as a plain `nn.Module` with the official parameter names.
+
+    hidden, state = model(ids, state, reset)
+    logits = model.head(hidden)
+
+Importing this needs PyTorch alone.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from trainer.model.block import Block
+from trainer.model.naming import ModelShape
+from trainer.model.state import LayerState, ModelState, zero_state
+
+__all__ = ["RWKV7"]
+
+
+class RWKV7(nn.Module):
+    """The network. Parameters are uninitialised: load weights by official name (`load_state_dict`).
+
+    Args:
+        shape: sizes and ranks.
+        kernel: backend of the recurrence, see `trainer.ops.wkv7.BACKENDS`.
+        checkpoint_blocks: recompute each block in the backward pass instead of keeping its activations.
+    """
+
+    def __init__(self, shape: ModelShape, kernel: str = "auto", checkpoint_blocks: bool = False) -> None:
+        super().__init__()
+        self.shape, self.checkpoint_blocks = shape, checkpoint_blocks
+        self.emb = nn.Embedding(shape.vocab_size, shape.n_embd)
+        self.blocks = nn.ModuleList(Block(shape, layer, kernel) for layer in range(shape.n_layer))
+        self.ln_out = nn.LayerNorm(shape.n_embd)
+        self.head = nn.Linear(shape.n_embd, shape.vocab_size, bias=False)
+
+    def zero_state(self, batch: int) -> ModelState:
+        """State before the first token, on the device and in the dtype of the weights."""
+        weight = self.ln_out.weight
+        return zero_state(
+            batch, self.shape.n_layer, self.shape.n_embd, self.shape.head_size, weight.device, weight.dtype
+        )
+
+    def forward(
+        self, ids_BT: Tensor, state: ModelState | None = None, reset_BT: Tensor | None = None
+    ) -> tuple[Tensor, ModelState]:
+        """Run T >= 0 tokens.
+
+        Args:
+            ids_BT: int64 [B, T].
+            state: state after the previous tokens; None = none came before.
+            reset_BT: bool [B, T], true where a document starts and all state is dropped; None = nowhere.
+
+        Returns:
+            Residual stream after `ln_out` [B, T, C] (multiply by `head` for logits), and the state after
+            the last token.
+        """
+        if state is None:
+            state = self.zero_state(ids_BT.shape[0])
+        x_BTC, v_first_BTC = self.emb(ids_BT), None
+        states: list[LayerState] = []
+        for block, layer_state in zip(self.blocks, state, strict=True):
+            if self.checkpoint_blocks and torch.is_grad_enabled():
+                x_BTC, v_first_BTC, new = checkpoint(
+                    block, x_BTC, v_first_BTC, layer_state, reset_BT, use_reentrant=False, preserve_rng_state=False
+                )
+            else:
+                x_BTC, v_first_BTC, new = block(x_BTC, v_first_BTC, layer_state, reset_BT)
+            states.append(new)
+        return self.ln_out(x_BTC), tuple(states)

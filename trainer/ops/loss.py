@@ -1,0 +1,109 @@
+"""Head, cross-entropy and L2Wrap in one operation that never holds more than a slice of the logits.
+
+Each row (token) has a weight q >= 0. The value is  sum_row q_row * CE_row.  The gradient is that of
+
+    sum_row q_row * (CE_row + l2wrap / 2 * max(logits_row)^2)
+
+with the position of the largest logit (the first on ties) held fixed: the official trainer's L2Wrap, which
+is q * l2wrap * max at that logit. The penalty is part of the gradient only. With q = 1 / rows and
+l2wrap = 1e-4 this is the official loss; a row with q = 0 gets neither term.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["linear_cross_entropy", "linear_cross_entropy_reference"]
+
+
+def linear_cross_entropy_reference(
+    hidden_RC: Tensor, head_VC: Tensor, target_R: Tensor, weight_R: Tensor, l2wrap: float
+) -> Tensor:
+    """The surrogate whose gradient `linear_cross_entropy` has, written out with whole logits (for tests)."""
+    logits_RV = F.linear(hidden_RC, head_VC)
+    entropy_R = F.cross_entropy(logits_RV, target_R, reduction="none")
+    largest_R = logits_RV.gather(1, logits_RV.detach().argmax(1, keepdim=True)).squeeze(1)
+    return (weight_R * (entropy_R + 0.5 * l2wrap * largest_R.square())).sum()
+
+
+def _slice_loss(
+    logits_RV: Tensor, target_R: Tensor, weight_R: Tensor, l2wrap: float, with_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """Summed loss of some rows (a scalar), and the gradient of the logits in their dtype."""
+    wide = logits_RV.to(weight_R.dtype)
+    largest_R, position_R = wide.max(1, keepdim=True)
+    log_sum_R = torch.logsumexp(wide, 1, keepdim=True)
+    loss = (weight_R * (log_sum_R - wide.gather(1, target_R[:, None])).squeeze(1)).sum()
+    if not with_gradient:
+        return loss, logits_RV
+    grad = (wide - log_sum_R).exp_()
+    grad.scatter_add_(1, target_R[:, None], torch.full_like(largest_R, -1.0))
+    if l2wrap:
+        grad.scatter_add_(1, position_R, largest_R * l2wrap)
+    return loss, grad.mul_(weight_R[:, None]).to(logits_RV.dtype)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Both gradients are made in the forward pass, slice by slice, so that no logits are kept."""
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        hidden_RC: Tensor, head_VC: Tensor, target_R: Tensor, weight_R: Tensor, l2wrap: float, slice_rows: int,
+    ) -> Tensor:  # fmt: skip
+        wide = torch.float64 if hidden_RC.dtype == torch.float64 else torch.float32
+        weight_R = weight_R.to(wide)
+        need_hidden, need_head = ctx.needs_input_grad[:2]
+        loss = torch.zeros((), dtype=wide, device=hidden_RC.device)
+        d_hidden = torch.empty_like(hidden_RC) if need_hidden else None
+        d_head = torch.zeros(head_VC.shape, dtype=wide, device=head_VC.device) if need_head else None
+        for start in range(0, hidden_RC.shape[0], slice_rows):
+            rows = slice(start, start + slice_rows)
+            hidden = hidden_RC[rows]
+            logits = F.linear(hidden, head_VC)
+            part, d_logits = _slice_loss(logits, target_R[rows], weight_R[rows], l2wrap, need_hidden or need_head)
+            loss += part
+            if d_hidden is not None:
+                torch.mm(d_logits, head_VC, out=d_hidden[rows])
+            if d_head is not None:
+                _add_outer(d_head, d_logits, hidden)
+        ctx.save_for_backward(d_hidden, None if d_head is None else d_head.to(head_VC.dtype))
+        return loss
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        d_hidden, d_head = ctx.saved_tensors
+        d_hidden = None if d_hidden is None else d_hidden * upstream.to(d_hidden.dtype)
+        d_head = None if d_head is None else d_head * upstream.to(d_head.dtype)
+        return d_hidden, d_head, None, None, None, None
+
+
+def _add_outer(total_VC: Tensor, d_logits_RV: Tensor, hidden_RC: Tensor) -> None:
+    """total += d_logits^T hidden, accumulated in the dtype of `total`."""
+    if d_logits_RV.dtype == total_VC.dtype:
+        total_VC.addmm_(d_logits_RV.mT, hidden_RC)
+    elif d_logits_RV.is_cuda:
+        total_VC += torch.mm(d_logits_RV.mT, hidden_RC, out_dtype=total_VC.dtype)
+    else:
+        total_VC.addmm_(d_logits_RV.mT.to(total_VC.dtype), hidden_RC.to(total_VC.dtype))
+
+
+def linear_cross_entropy(
+    hidden_RC: Tensor, head_VC: Tensor, target_R: Tensor, weight_R: Tensor, l2wrap: float = 1e-4, slice_rows: int = 4096
+) -> Tensor:
+    """Weighted sum of cross-entropies of `hidden @ head^T`, with L2Wrap in the gradient only.
+
+    Args:
+        hidden_RC: [R, C], rows of the last normalised residual stream.
+        head_VC: [V, C] in the dtype of `hidden_RC`.
+        target_R: int64 [R], each in [0, V).
+        weight_R: float [R], weight of each row divided by the normaliser of the whole optimizer step.
+        l2wrap: strength of the penalty on the largest logit; 0 = off.
+        slice_rows: rows of logits that exist at one time.
+
+    Returns:
+        float32 scalar (float64 for float64 inputs), differentiable in `hidden_RC` and `head_VC`.
+    """
+    return _LinearCrossEntropy.apply(hidden_RC, head_VC, target_R, weight_R, l2wrap, slice_rows)
