@@ -1,0 +1,273 @@
+"""Token documents as optimizer steps of one rank, prepared ahead by a thread and resumable at any step.
+
+`sampler` decides with integers which tokens a step has; here they are read and laid out as tensors.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from trainer.config.schema import DataConfig
+from trainer.data.sampler import (
+    BatchOrder,
+    DocumentOrder,
+    LanePlan,
+    MicroRows,
+    Position,
+    Row,
+    StreamOrder,
+    WindowOrder,
+)
+from trainer.data.store import TokenStore
+from trainer.errors import CheckpointError, ConfigError
+from trainer.logs import get_logger, log_once
+from trainer.types import Batch
+
+__all__ = ["LanePlan", "Lanes", "StepBatch", "ValidationLanes"]
+
+logger = get_logger(__name__)
+
+
+class StepBatch(NamedTuple):
+    """All that one rank trains in one optimizer step."""
+
+    microbatches: tuple[Batch, ...]
+    """Empty if the rank has no rows in this step (the last, short step of an epoch of documents)."""
+    epoch: int
+    """Counted from 0."""
+    step_in_epoch: int
+    """Counted from 0."""
+    num_tokens: int
+    """Input tokens of this rank in this step; padding is not counted."""
+
+
+class Lanes:
+    """Iterable of one rank's `StepBatch`es, with an exact position.
+
+    One `iter()` gives the rest of the current epoch: all of it, or what follows the last step handed out,
+    be that in this process or before `load_state_dict`. Every step, at any position, is a function of the
+    data, the seed, the plan and the position alone. Ranks agree on the number of steps and on each step's
+    rows without talking to each other.
+
+    Args:
+        store: tokens of the training set.
+        data: uses `batching`, `chunks_per_step` and the three `dataloader_` settings.
+        plan: how rows are shared out.
+
+    Raises:
+        ConfigError: if the rows of a step do not divide into lanes or windows.
+        DataError: if there is nothing to train on.
+    """
+
+    def __init__(self, store: TokenStore, data: DataConfig, plan: LanePlan) -> None:
+        self._store, self._data, self._plan = store, data, plan
+        self._order = _make_order(store, data, plan)
+        self._position = self._order.first()
+        self.num_skipped_documents = 0 if data.batching == "windows" else int((store.sizes < 2).sum())
+        if self.num_skipped_documents:
+            log_once(logger, "documents without a target token, skipped: %d", self.num_skipped_documents)
+
+    @property
+    def total_trained_tokens(self) -> int:
+        """(input, target) pairs of one epoch over all ranks, for progress and time left."""
+        return self._order.tokens_per_epoch
+
+    def __len__(self) -> int:
+        """Optimizer steps of a whole epoch: exact, the same for every epoch, rank and position."""
+        return self._order.steps_per_epoch
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        built = _build_epoch(self._store, self._order, self._position)
+        pin_memory = self._data.dataloader_pin_memory and torch.cuda.is_available()
+        for step, after in _ahead(built, self._data.dataloader_prefetch_factor, pin_memory=pin_memory):
+            self._position = after
+            yield step
+
+    def state_dict(self) -> dict[str, object]:
+        """Position after the last step handed out: global, equal on every rank, JSON, small.
+
+        Steps that were prepared ahead and not handed out do not count.
+        """
+        position = self._position
+        state: dict[str, object] = {
+            "epoch": position.epoch,
+            "step_in_epoch": position.step,
+            "order": self._order_settings(),
+        }
+        if position.lanes is not None:
+            lanes = position.lanes
+            state["next_in_queue"] = lanes.next_in_queue
+            state["lanes"] = np.stack([lanes.numbers, lanes.offsets], axis=1).tolist()
+        return state
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        """Continue at a position that `state_dict` gave, on any number of ranks.
+
+        The number of ranks, the micro-batch size, prefetching and, except in `windows`, ctx_len may differ.
+
+        Raises:
+            ConfigError: if a setting that decides the order differs from the checkpoint's.
+            CheckpointError: if the state is not one of ours.
+        """
+        _check_order_settings(state.get("order"), self._order_settings())
+        try:
+            self._position = self._read_position(state)
+        except (KeyError, TypeError, ValueError, IndexError, OverflowError) as err:
+            raise CheckpointError("data position", "cannot be read", found=repr(err)) from err
+
+    def _read_position(self, state: dict) -> Position:
+        position = Position(int(state["epoch"]), int(state["step_in_epoch"]))
+        if position.epoch < 0 or not 0 <= position.step < len(self):
+            raise ValueError(f"step {position.step} of epoch {position.epoch}, which has {len(self)} steps")
+        if not isinstance(self._order, StreamOrder):
+            return position
+        lanes = np.array(state["lanes"], np.int64).reshape(self._plan.rows_per_step, 2)
+        return self._order.resume(position, int(state["next_in_queue"]), lanes[:, 0].copy(), lanes[:, 1].copy())
+
+    def _order_settings(self) -> dict[str, object]:
+        """The settings that decide which tokens a position means, by their names in the config."""
+        settings: dict[str, object] = {
+            "data.batching": self._data.batching,
+            "data.data_path": self._store.digest,
+            "trainer.target_batch_size": self._plan.rows_per_step,
+        }
+        if self._data.batching == "windows":
+            return settings | {"model.ctx_len": self._plan.ctx_len}
+        return settings | {
+            "data.dataloader_shuffle_training": self._data.dataloader_shuffle_training,
+            "trainer.deterministic_order_seed": self._plan.seed,
+        }
+
+
+class ValidationLanes:
+    """Iterable of one rank's `StepBatch`es of a validation set: each document once, in the store's order.
+
+    Every `iter()` starts at the first document. A step has microbatch_size documents for each rank; all
+    ranks have the same number of steps, and in the last one a rank may have no row. `plan.rows_per_step`
+    is not used.
+
+    Raises:
+        DataError: if there is no document with a target.
+    """
+
+    def __init__(self, store: TokenStore, data: DataConfig, plan: LanePlan) -> None:
+        self._store, self._data = store, data
+        whole = LanePlan(
+            world_size=plan.world_size,
+            rank=plan.rank,
+            rows_per_step=plan.world_size * plan.microbatch_size,
+            microbatch_size=plan.microbatch_size,
+            ctx_len=plan.ctx_len,
+            seed=plan.seed,
+        )
+        self._order = DocumentOrder(store.sizes, whole, shuffle=False)
+
+    def __len__(self) -> int:
+        """Steps of one pass."""
+        return self._order.steps_per_epoch
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        built = _build_epoch(self._store, self._order, self._order.first())
+        pin_memory = self._data.dataloader_pin_memory and torch.cuda.is_available()
+        for step, _ in _ahead(built, self._data.dataloader_prefetch_factor, pin_memory=pin_memory):
+            yield step
+
+
+def _make_order(store: TokenStore, data: DataConfig, plan: LanePlan) -> BatchOrder:
+    if data.batching == "windows":
+        return WindowOrder(store.num_tokens, plan)
+    shuffle = data.dataloader_shuffle_training
+    if data.batching == "stream":
+        return StreamOrder(store.sizes, plan, data.chunks_per_step * plan.ctx_len, shuffle=shuffle)
+    return DocumentOrder(store.sizes, plan, shuffle=shuffle)
+
+
+def _check_order_settings(saved: object, current: dict[str, object]) -> None:
+    if not isinstance(saved, dict):
+        raise CheckpointError("data position", "has no settings of its order", found=repr(saved))
+    for name, value in current.items():
+        if name not in saved or saved[name] != value:
+            raise ConfigError(
+                name,
+                "differs from the checkpoint's, so its position in the data means nothing here",
+                found=value,
+                rule=f"{saved.get(name)!r} to resume",
+                fix="restore the setting (for data_path: the data), or start a new run from the weights",
+            )
+
+
+def _build_epoch(store: TokenStore, order: BatchOrder, position: Position) -> Iterator[tuple[StepBatch, Position]]:
+    """The steps from `position` to the end of its epoch, each with the position after it."""
+    epoch = position.epoch
+    while position.epoch == epoch:
+        micro_rows, after = order.step(position)
+        batches = tuple(_build_batch(store, micro) for micro in micro_rows)
+        num_tokens = sum(sum(batch.lengths) for batch in batches)
+        yield StepBatch(batches, epoch, position.step, num_tokens), after
+        position = after
+
+
+def _build_batch(store: TokenStore, micro: MicroRows) -> Batch:
+    lengths = tuple(sum(span.num_targets for span in row) for row in micro.rows)
+    shape = (len(lengths), lengths[0])
+    ids_BT, targets_BT = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    weight_BT, reset_BT = np.zeros(shape, np.float32), np.zeros(shape, np.bool_)
+    for i, row in enumerate(micro.rows):
+        _fill_row(store, row, (ids_BT[i], targets_BT[i], weight_BT[i], reset_BT[i]))
+    tensors = [torch.from_numpy(array) for array in (ids_BT, targets_BT, weight_BT, reset_BT)]
+    return Batch(*tensors, lengths=lengths, lane_ids=micro.lane_ids)
+
+
+def _fill_row(store: TokenStore, row: Row, arrays: Sequence[np.ndarray]) -> None:
+    ids_T, targets_T, weight_T, reset_T = arrays
+    at = 0
+    for document, start, num in row:
+        stop, here = start + num + 1, slice(at, at + num)
+        if document is None:
+            tokens, mask = store.read_flat(start, stop), None
+        else:
+            tokens, mask = store.read(document, start, stop), store.loss_mask(document, start + 1, stop)
+        ids_T[here], targets_T[here] = tokens[:-1], tokens[1:]
+        weight_T[here] = 1 if mask is None else mask
+        reset_T[at] = document is None or start == 0
+        at += num
+
+
+def _ahead(
+    built: Iterator[tuple[StepBatch, Position]], depth: int, *, pin_memory: bool
+) -> Iterator[tuple[StepBatch, Position]]:
+    """The same items, `depth` of them prepared ahead by one background thread.
+
+    An error surfaces where its item would have come. Dropping this iterator ends the thread after the item
+    that it is working on.
+    """
+    if pin_memory:
+        built = ((_pin_memory(step), after) for step, after in built)
+    if depth == 0:
+        yield from built
+        return
+    end = object()
+    # A thread starts on GPU 0; pinning from there would open a second context on it for every process.
+    on_device = (torch.cuda.set_device, (torch.cuda.current_device(),)) if pin_memory else (None, ())
+    pool = ThreadPoolExecutor(1, "prefetch", *on_device)
+    try:
+        pending = deque(pool.submit(next, built, end) for _ in range(depth))
+        while (item := pending.popleft().result()) is not end:
+            pending.append(pool.submit(next, built, end))
+            yield item
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _pin_memory(step: StepBatch) -> StepBatch:
+    batches = tuple(
+        Batch(*(tensor.pin_memory() for tensor in batch[:4]), lengths=batch.lengths, lane_ids=batch.lane_ids)
+        for batch in step.microbatches
+    )
+    return step._replace(microbatches=batches)

@@ -1,0 +1,432 @@
+"""Text to token ids and back.
+
+Three kinds: `world` (the RWKV vocabulary of 2023-04-24), `byte`, and any local Hugging Face tokenizer. In all
+of them id 0 ends a document and has no text. The world vocabulary is read from an installed package, never
+from this repository.
+"""
+
+from __future__ import annotations
+
+import abc
+import ast
+import codecs
+import functools
+import hashlib
+import importlib.util
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from trainer.errors import ConfigError, DataError
+from trainer.logs import get_logger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = [
+    "END_OF_TEXT",
+    "VERSION",
+    "ByteTokenizer",
+    "HuggingFaceTokenizer",
+    "StreamDecoder",
+    "Tokenizer",
+    "WorldTokenizer",
+    "get_tokenizer",
+    "read_world_vocabulary",
+]
+
+VERSION = 1
+"""Raise it when the ids of any text change; prepared data sets are then rebuilt."""
+
+END_OF_TEXT = "<|endoftext|>"
+_WORLD_VOCAB_SIZE = 65536
+_WORLD_SHA256 = "e6dee3d4e31b4d5c40ac99508ac6c701ceef4bed681bf2167ce9a908552bca89"
+_WORLD_FILES = (
+    ("pyrwkv_tokenizer", "rwkv_vocab_v20230424.txt"),
+    ("rwkv", "rwkv_vocab_v20230424.txt"),
+)
+# Long texts are encoded in pieces of this many characters, because the Rust core returns Python integers (36 bytes each).
+_PIECE_CHARS = 1 << 20
+_LONGEST_TOKEN_BYTES = 128
+
+logger = get_logger(__name__)
+
+
+class Tokenizer(Protocol):
+    """What the rest of the product needs of a tokenizer."""
+
+    name: str
+    vocab_size: int
+    """All ids are below this."""
+    digest: str
+    """Changes when the ids of any text may change."""
+    end_of_document: int
+    """Id that ends a document; 0 for every tokenizer here."""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, without an end-of-document id. DataError if it holds a lone surrogate."""
+
+    def encode_array(self, text: str) -> np.ndarray:
+        """The same as a uint16 array, int32 if `vocab_size` needs it; made for documents of any length."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of `ids`. Id 0 and unknown ids give nothing; incomplete UTF-8 gives U+FFFD."""
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """UTF-8 bytes that the id stands for, or None if this tokenizer cannot say."""
+
+
+def get_tokenizer(name: str, *, world_add_endoftext_token: bool = True) -> Tokenizer:
+    """The tokenizer of `data.tokenizer`.
+
+    Args:
+        name: `world`, `byte`, or the path of a local Hugging Face tokenizer (folder or tokenizer.json).
+        world_add_endoftext_token: let the text `<|endoftext|>` encode to 0 with the world tokenizer.
+
+    Raises:
+        ConfigError: the name is none of these, or the vocabulary cannot be read.
+    """
+    return _cached_tokenizer(name, world_add_endoftext_token)
+
+
+@functools.lru_cache(maxsize=8)
+def _cached_tokenizer(name: str, world_add_endoftext_token: bool) -> Tokenizer:
+    if name == "world":
+        return WorldTokenizer(add_endoftext_token=world_add_endoftext_token)
+    if name == "byte":
+        return ByteTokenizer()
+    path = Path(name).expanduser()
+    if path.exists():
+        return HuggingFaceTokenizer(path)
+    raise ConfigError(
+        "data.tokenizer",
+        "is no built-in tokenizer and no local path",
+        found=name,
+        rule="world, byte, or the path of a folder that holds tokenizer.json",
+    )
+
+
+def _utf8(text: str) -> bytes:
+    """UTF-8 of `text`; DataError at a lone surrogate."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"character {error.start}",
+            "is a lone surrogate, which no text file can hold",
+            found=f"U+{ord(text[error.start]):04X}",
+            fix="repair or drop the document",
+        ) from None
+
+
+def _id_dtype(vocab_size: int) -> type[np.uint16] | type[np.int32]:
+    return np.uint16 if vocab_size <= 1 << 16 else np.int32
+
+
+def read_world_vocabulary() -> list[bytes]:
+    """Bytes of each of the 65536 ids of the world tokenizer; b"" for 0 and the unused ids 65530 and above.
+
+    Raises:
+        ConfigError: no installed package holds the vocabulary, or it is not the known one.
+    """
+    path = _find_world_vocabulary()
+    content = path.read_bytes().replace(b"\r\n", b"\n")
+    digest = hashlib.sha256(content).hexdigest()
+    if digest != _WORLD_SHA256:
+        raise ConfigError(
+            path,
+            "is not the world vocabulary of 2023-04-24",
+            found=f"sha256 {digest[:16]}...",
+            rule=f"sha256 {_WORLD_SHA256[:16]}...",
+            fix="pip install --force-reinstall pyrwkv-tokenizer",
+        )
+    table = [b""] * _WORLD_VOCAB_SIZE
+    for line in content.decode().split("\n"):
+        if line:
+            token_id, rest = line.split(" ", 1)
+            literal = ast.literal_eval(rest.rsplit(" ", 1)[0])
+            table[int(token_id)] = literal.encode() if isinstance(literal, str) else literal
+    return table
+
+
+def _find_world_vocabulary() -> Path:
+    for package, filename in _WORLD_FILES:
+        spec = importlib.util.find_spec(package)
+        for folder in (spec.submodule_search_locations or []) if spec else []:
+            path = Path(folder) / filename
+            if path.is_file():
+                return path
+    raise ConfigError("data.tokenizer", "the world vocabulary is not installed", fix="pip install pyrwkv-tokenizer")
+
+
+@functools.cache
+def _world_table() -> list[bytes]:
+    return read_world_vocabulary()
+
+
+class _GreedyMatcher:
+    """Longest match at every position, in plain Python: the definition of the world encoding.
+
+    Tokens are grouped by their first two bytes, so that a position tries a few lengths only.
+    """
+
+    def __init__(self, table: list[bytes]) -> None:
+        self._ids = {token: token_id for token_id, token in enumerate(table) if token}
+        lengths: dict[bytes, set[int]] = {}
+        for token in self._ids:
+            lengths.setdefault(token[:2], set()).add(len(token))
+        self._lengths = {prefix: sorted(found, reverse=True) for prefix, found in lengths.items()}
+
+    def encode(self, content: bytes) -> list[int]:
+        """Ids of any bytes; single bytes always match."""
+        ids, lengths = self._ids, self._lengths
+        found: list[int] = []
+        position = 0
+        while position < len(content):
+            for length in lengths.get(content[position : position + 2], ()):
+                token_id = ids.get(content[position : position + length])
+                if token_id is not None:
+                    break
+            else:
+                length, token_id = 1, ids[content[position : position + 1]]
+            found.append(token_id)
+            position += length
+        return found
+
+
+@functools.cache
+def _world_matcher() -> _GreedyMatcher:
+    return _GreedyMatcher(_world_table())
+
+
+@functools.cache
+def _world_core() -> Callable[[str], list[int]]:
+    """The fast encoder of valid text: the Rust core, or the Python definition where that cannot be loaded."""
+    try:
+        import pyrwkv_tokenizer
+
+        return pyrwkv_tokenizer.RWKVTokenizer().encode
+    except ImportError as error:
+        logger.warning("pyrwkv-tokenizer cannot be loaded (%s): encoding runs about 25 times slower", error)
+        return lambda text: _world_matcher().encode(text.encode())
+
+
+class _BytesTokenizer(abc.ABC):
+    """Shared by tokenizers whose tokens are byte strings."""
+
+    end_of_document = 0
+
+    @abc.abstractmethod
+    def encode_array(self, text: str) -> np.ndarray:
+        """Ids as uint16."""
+
+    @abc.abstractmethod
+    def token_bytes(self, token_id: int) -> bytes:
+        """Bytes of the id."""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, without an end-of-document id."""
+        return self.encode_array(text).tolist()
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of `ids`. Id 0 and unknown ids give nothing; incomplete UTF-8 gives U+FFFD."""
+        return b"".join(self.token_bytes(int(token_id)) for token_id in ids).decode("utf-8", errors="replace")
+
+
+class WorldTokenizer(_BytesTokenizer):
+    """Greedy longest match over the RWKV vocabulary: no merges, no normalisation, no special tokens.
+
+    Args:
+        add_endoftext_token: let each `<|endoftext|>` in a text become id 0.
+        use_rust: encode with the Rust core; False runs the Python definition (25 times slower, same ids).
+    """
+
+    def __init__(self, *, add_endoftext_token: bool = True, use_rust: bool = True) -> None:
+        self.name = "world"
+        self.vocab_size = _WORLD_VOCAB_SIZE
+        self.digest = f"world-{_WORLD_SHA256[:16]}-{'endoftext' if add_endoftext_token else 'plain'}"
+        self._add_endoftext_token = add_endoftext_token
+        self._use_rust = use_rust
+
+    def encode_array(self, text: str) -> np.ndarray:
+        """Ids as uint16."""
+        _utf8(text)
+        if not self._add_endoftext_token:
+            return self._encode_plain(text)
+        end = np.zeros(1, np.uint16)
+        parts: list[np.ndarray] = []
+        for piece in text.split(END_OF_TEXT):
+            parts += [end, self._encode_plain(piece)]
+        return np.concatenate(parts[1:])
+
+    def encode_bytes(self, content: bytes) -> list[int]:
+        """Ids of any bytes, valid UTF-8 or not; `<|endoftext|>` is ordinary text here."""
+        return _world_matcher().encode(content)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Bytes of the id; b"" for 0 and for ids that the vocabulary lacks."""
+        return _world_table()[token_id] if 0 <= token_id < _WORLD_VOCAB_SIZE else b""
+
+    def _encode_plain(self, text: str) -> np.ndarray:
+        encode = _world_core() if self._use_rust else lambda piece: _world_matcher().encode(piece.encode())
+        parts: list[np.ndarray] = []
+        start = 0
+        while len(text) - start > _PIECE_CHARS:
+            piece = text[start : start + _PIECE_CHARS]
+            ids = encode(piece)
+            keep, unsure = self._settled(ids)
+            parts.append(np.array(ids[:keep], np.uint16))
+            start += len(piece) - unsure
+        parts.append(np.array(encode(text[start:]), np.uint16))
+        return np.concatenate(parts)
+
+    @staticmethod
+    def _settled(ids: list[int]) -> tuple[int, int]:
+        """How many ids no later text can change, and how many characters the other ids cover.
+
+        A token depends on the 128 bytes after its start (the longest token) and on nothing before it, so
+        encoding may start anew at any token that begins at a character.
+        """
+        table, keep, tail = _world_table(), len(ids), b""
+        while len(tail) < _LONGEST_TOKEN_BYTES or tail[0] & 0xC0 == 0x80:
+            keep -= 1
+            tail = table[ids[keep]] + tail
+        return keep, len(tail.decode())
+
+
+class ByteTokenizer(_BytesTokenizer):
+    """One token per UTF-8 byte: id = byte + 1, and 0 ends a document."""
+
+    def __init__(self) -> None:
+        self.name = "byte"
+        self.vocab_size = 257
+        self.digest = "byte"
+
+    def encode_array(self, text: str) -> np.ndarray:
+        """Ids as uint16."""
+        return np.frombuffer(_utf8(text), np.uint8).astype(np.uint16) + np.uint16(1)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The byte of the id; b"" for 0 and ids above 256."""
+        return bytes([token_id - 1]) if 1 <= token_id <= 256 else b""
+
+
+class HuggingFaceTokenizer:
+    """A local tokenizer in Hugging Face's format. Special tokens are never added; no code from the folder runs.
+
+    Args:
+        path: a tokenizer.json, or a folder. A folder without tokenizer.json is read by transformers.
+
+    Raises:
+        ConfigError: the files cannot be read.
+    """
+
+    end_of_document = 0
+
+    def __init__(self, path: Path) -> None:
+        file = path / "tokenizer.json" if path.is_dir() else path
+        try:
+            self._core, vocabulary = _fast_tokenizer(file) if file.is_file() else _transformers_tokenizer(path)
+        # Both libraries raise bare Exception for malformed files.
+        except Exception as error:  # noqa: BLE001
+            raise ConfigError(
+                "data.tokenizer",
+                f"{path} cannot be read as a tokenizer ({error})",
+                rule="world, byte, or a folder with a valid tokenizer.json",
+            ) from error
+        self.name = str(path)
+        self.vocab_size = max(vocabulary.values(), default=0) + 1
+        self.digest = f"hf-{_files_digest([file] if file.is_file() else sorted(path.iterdir()))}"
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, without special tokens."""
+        _utf8(text)
+        encoded = self._core.encode(text, add_special_tokens=False)
+        return list(encoded if isinstance(encoded, list) else encoded.ids)
+
+    def encode_array(self, text: str) -> np.ndarray:
+        """Ids as uint16, or int32 for more than 65536 tokens."""
+        return np.array(self.encode(text), _id_dtype(self.vocab_size))
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of `ids`. Id 0 and unknown ids give nothing."""
+        known = [int(token_id) for token_id in ids if 0 < int(token_id) < self.vocab_size]
+        return self._core.decode(known, skip_special_tokens=False)
+
+    def token_bytes(self, token_id: int) -> None:
+        """None: the bytes of a single token are not defined for every Hugging Face tokenizer."""
+
+
+def _fast_tokenizer(file: Path) -> tuple[Any, dict[str, int]]:
+    import tokenizers
+
+    core = tokenizers.Tokenizer.from_file(str(file))
+    core.no_truncation()
+    core.no_padding()
+    return core, core.get_vocab(with_added_tokens=True)
+
+
+def _transformers_tokenizer(folder: Path) -> tuple[Any, dict[str, int]]:
+    import transformers
+
+    core = transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+    return core, core.get_vocab()
+
+
+def _files_digest(files: list[Path]) -> str:
+    digest = hashlib.sha256()
+    for file in files:
+        if file.is_file() and file.stat().st_size < 1 << 27:
+            digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+class StreamDecoder:
+    """Turns ids, one at a time, into text that never ends inside a character.
+
+    The pieces joined are `tokenizer.decode` of all ids.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._context: list[int] = []
+        self._pending: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        """Text that `token_id` completes; "" while a character is unfinished."""
+        content = self._tokenizer.token_bytes(int(token_id))
+        if content is not None:
+            return self._utf8.decode(content)
+        self._pending.append(int(token_id))
+        text = self._pending_text()
+        if not text or text.endswith("\ufffd"):
+            return ""
+        self._context, self._pending = self._pending, []
+        return text
+
+    def finish(self) -> str:
+        """What is left: "" or, if the ids end inside a character, U+FFFD."""
+        text = self._utf8.decode(b"", final=True)
+        if self._pending:
+            text += self._pending_text()
+            self._pending = []
+        return text
+
+    def _pending_text(self) -> str:
+        # Decoding a token alone drops the leading space in some vocabularies: decode it behind the tokens before it.
+        before = self._tokenizer.decode(self._context)
+        return self._tokenizer.decode(self._context + self._pending)[len(before) :]
