@@ -20,6 +20,7 @@ __all__ = [
     "optimizer_group",
     "parameter_shapes",
     "shape_from_weights",
+    "without_prefixes",
 ]
 
 Shape = tuple[int, ...]
@@ -203,7 +204,8 @@ def _name_some(names: list[str]) -> str:
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
-def _without_prefixes(name: str) -> str:
+def without_prefixes(name: str) -> str:
+    """A parameter's name without those that DeepSpeed, Lightning or adapter trainers put in front."""
     stripped = True
     while stripped:
         stripped = False
@@ -303,7 +305,7 @@ def canonical_weights(state: Mapping[str, Tensor], source_path: object = "weight
     Raises:
         CheckpointError: naming the missing, unexpected or misshapen tensors, or the variant that is not RWKV-7.
     """
-    weights = {_without_prefixes(name): tensor for name, tensor in state.items()}
+    weights = {without_prefixes(name): tensor for name, tensor in state.items()}
     if len(weights) != len(state):
         raise CheckpointError(source_path, "two tensors have the same name once wrapper prefixes are stripped")
     shape = shape_from_weights(weights, source_path)
