@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 __all__ = [
     "CheckpointError",
     "ConfigError",
@@ -48,6 +50,16 @@ class TrainerError(Exception):
         if fix:
             parts.append(f"fix: {fix}")
         super().__init__(" ".join("; ".join(parts).split()))
+
+    def __reduce__(self) -> tuple[Callable[..., TrainerError], tuple[object, ...]]:
+        # Errors of worker processes travel by pickle, which would call the class with the finished text alone.
+        return _rebuild, (type(self), str(self.where), self.problem, self.found, self.rule, self.fix)
+
+
+def _rebuild(
+    kind: type[TrainerError], where: object, problem: str, found: object, rule: str | None, fix: str | None
+) -> TrainerError:
+    return kind(where, problem, found=found, rule=rule, fix=fix)
 
 
 class ConfigError(TrainerError):
