@@ -1,6 +1,6 @@
 """Token documents as optimizer steps of one rank, prepared ahead by a thread and resumable at any step.
 
-`sampler` decides with integers which tokens a step has; here they are read and laid out as tensors.
+`orders` decides with integers which tokens a step has; here they are read and laid out as tensors.
 """
 
 from __future__ import annotations
@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from trainer.config.schema import DataConfig
-from trainer.data.sampler import (
+from trainer.data.orders import (
     BatchOrder,
     DocumentOrder,
     LanePlan,
@@ -121,7 +124,7 @@ class Lanes:
         except (KeyError, TypeError, ValueError, IndexError, OverflowError) as err:
             raise CheckpointError("data position", "cannot be read", found=repr(err)) from err
 
-    def _read_position(self, state: dict) -> Position:
+    def _read_position(self, state: dict[str, Any]) -> Position:
         position = Position(int(state["epoch"]), int(state["step_in_epoch"]))
         if position.epoch < 0 or not 0 <= position.step < len(self):
             raise ValueError(f"step {position.step} of epoch {position.epoch}, which has {len(self)} steps")
@@ -158,15 +161,8 @@ class ValidationLanes:
 
     def __init__(self, store: TokenStore, data: DataConfig, plan: LanePlan) -> None:
         self._store, self._data = store, data
-        whole = LanePlan(
-            world_size=plan.world_size,
-            rank=plan.rank,
-            rows_per_step=plan.world_size * plan.microbatch_size,
-            microbatch_size=plan.microbatch_size,
-            ctx_len=plan.ctx_len,
-            seed=plan.seed,
-        )
-        self._order = DocumentOrder(store.sizes, whole, shuffle=False)
+        plan = replace(plan, rows_per_step=plan.world_size * plan.microbatch_size)
+        self._order = DocumentOrder(store.sizes, plan, shuffle=False)
 
     def __len__(self) -> int:
         """Steps of one pass."""
@@ -220,11 +216,17 @@ def _build_batch(store: TokenStore, micro: MicroRows) -> Batch:
     weight_BT, reset_BT = np.zeros(shape, np.float32), np.zeros(shape, np.bool_)
     for i, row in enumerate(micro.rows):
         _fill_row(store, row, (ids_BT[i], targets_BT[i], weight_BT[i], reset_BT[i]))
-    tensors = [torch.from_numpy(array) for array in (ids_BT, targets_BT, weight_BT, reset_BT)]
-    return Batch(*tensors, lengths=lengths, lane_ids=micro.lane_ids)
+    return Batch(
+        torch.from_numpy(ids_BT),
+        torch.from_numpy(targets_BT),
+        torch.from_numpy(weight_BT),
+        torch.from_numpy(reset_BT),
+        lengths,
+        micro.lane_ids,
+    )
 
 
-def _fill_row(store: TokenStore, row: Row, arrays: Sequence[np.ndarray]) -> None:
+def _fill_row(store: TokenStore, row: Row, arrays: Sequence[NDArray[Any]]) -> None:
     ids_T, targets_T, weight_T, reset_T = arrays
     at = 0
     for document, start, num in row:
@@ -252,22 +254,27 @@ def _ahead(
     if depth == 0:
         yield from built
         return
-    end = object()
     # A thread starts on GPU 0; pinning from there would open a second context on it for every process.
-    on_device = (torch.cuda.set_device, (torch.cuda.current_device(),)) if pin_memory else (None, ())
-    pool = ThreadPoolExecutor(1, "prefetch", *on_device)
+    use_device = partial(torch.cuda.set_device, torch.cuda.current_device()) if pin_memory else None
+    pool = ThreadPoolExecutor(1, "prefetch", use_device)
     try:
-        pending = deque(pool.submit(next, built, end) for _ in range(depth))
-        while (item := pending.popleft().result()) is not end:
-            pending.append(pool.submit(next, built, end))
+        pending = deque(pool.submit(next, built, None) for _ in range(depth))
+        while (item := pending.popleft().result()) is not None:
+            pending.append(pool.submit(next, built, None))
             yield item
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _pin_memory(step: StepBatch) -> StepBatch:
-    batches = tuple(
-        Batch(*(tensor.pin_memory() for tensor in batch[:4]), lengths=batch.lengths, lane_ids=batch.lane_ids)
-        for batch in step.microbatches
+    return step._replace(
+        microbatches=tuple(
+            batch._replace(
+                ids_BT=batch.ids_BT.pin_memory(),
+                targets_BT=batch.targets_BT.pin_memory(),
+                weight_BT=batch.weight_BT.pin_memory(),
+                reset_BT=batch.reset_BT.pin_memory(),
+            )
+            for batch in step.microbatches
+        )
     )
-    return step._replace(microbatches=batches)

@@ -1,0 +1,437 @@
+"""Which tokens train when: integers only, a function of the seed and the position, equal on every rank.
+
+Three orders, one per value of `data.batching`: `DocumentOrder`, `StreamOrder`, `WindowOrder`. Each turns a
+`Position` into the rows of one optimizer step and the position after it. No order looks at a clock, at the
+number of workers or at a random generator with hidden state, so any position can be resumed from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.data.sampler import epoch_permutation, keyed_permutation, magic_prime, official_offsets
+from trainer.errors import ConfigError, DataError
+
+__all__ = [
+    "SAMPLES_PER_MINI_EPOCH",
+    "BatchOrder",
+    "DocumentOrder",
+    "LanePlan",
+    "LaneState",
+    "MicroRows",
+    "Position",
+    "Row",
+    "Span",
+    "StreamOrder",
+    "WindowOrder",
+]
+
+SAMPLES_PER_MINI_EPOCH = 40320
+"""Samples, over all ranks, that the official trainer calls one epoch."""
+
+_POOL_STEPS = 8
+_MIN_DOCUMENT_TOKENS = 2
+
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanePlan:
+    """How the rows of an optimizer step are shared out.
+
+    Raises:
+        ConfigError: if a count is below 1.
+    """
+
+    world_size: int
+    """Processes that train together."""
+    rank: int
+    """Number of this process, 0 .. world_size - 1."""
+    rows_per_step: int
+    """Rows of one optimizer step over all processes (`trainer.target_batch_size`)."""
+    microbatch_size: int
+    """Rows of one forward pass on one process."""
+    ctx_len: int
+    """Tokens per chunk."""
+    seed: int
+    """Seed of the document order."""
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.rank < self.world_size
+        for name, value in (
+            ("trainer.target_batch_size", self.rows_per_step),
+            ("trainer.microbatch_size", self.microbatch_size),
+            ("model.ctx_len", self.ctx_len),
+        ):
+            if value < 1:
+                raise ConfigError(name, "is too small", found=value, rule="at least 1")
+
+
+class Span(NamedTuple):
+    """A run of (input, target) pairs from one place: inputs start .. start + num_targets - 1, targets one later."""
+
+    document: int | None
+    """Number of the document in the store; None: `start` counts in the flat token stream."""
+    start: int
+    """First input token."""
+    num_targets: int
+    """Pairs; reads num_targets + 1 tokens."""
+
+
+Row = tuple[Span, ...]
+
+
+class MicroRows(NamedTuple):
+    """The rows of one micro-batch of one rank, longest first."""
+
+    rows: tuple[Row, ...]
+    lane_ids: tuple[int, ...] | None
+    """Global lane numbers in `stream` batching, else None."""
+
+
+class LaneState(NamedTuple):
+    """Where the lanes of `stream` batching are: global, the same on every rank.
+
+    The queue numbers its documents 0, 1, 2, ... over all epochs.
+    """
+
+    next_in_queue: int
+    """Number of the document that the queue hands out next."""
+    numbers: IntArray
+    """int64 [rows_per_step], number of the document that each lane reads; -1 before its first one."""
+    documents: IntArray
+    """int64 [rows_per_step], that document's number in the store; -1 before the first one."""
+    offsets: IntArray
+    """int64 [rows_per_step], pairs of that document already trained."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """The optimizer step that comes next."""
+
+    epoch: int = 0
+    step: int = 0
+    """Step in the epoch, below `steps_per_epoch`."""
+    lanes: LaneState | None = None
+    """Only in `stream` batching."""
+
+
+class BatchOrder(Protocol):
+    """Deals the rows of optimizer steps to one rank."""
+
+    steps_per_epoch: int
+    tokens_per_epoch: int
+    """(input, target) pairs of one epoch over all ranks."""
+
+    def first(self) -> Position:
+        """Position of the first step of a run."""
+
+    def step(self, position: Position) -> tuple[tuple[MicroRows, ...], Position]:
+        """This rank's micro-batches of the step at `position`, and the position after it."""
+
+
+def _trainable_documents(sizes: IntArray) -> IntArray:
+    documents = np.flatnonzero(sizes >= _MIN_DOCUMENT_TOKENS)
+    if len(documents) == 0:
+        raise DataError(
+            "data.data_path",
+            "holds no document that can be trained on",
+            found=f"{len(sizes)} documents, all shorter than {_MIN_DOCUMENT_TOKENS} tokens",
+            fix="prepare the data set again from a source with text in it",
+        )
+    return documents
+
+
+def _next_step(position: Position, steps_per_epoch: int, lanes: LaneState | None = None) -> Position:
+    if position.step + 1 < steps_per_epoch:
+        return Position(position.epoch, position.step + 1, lanes)
+    return Position(position.epoch + 1, 0, lanes)
+
+
+def _rows_per_rank(plan: LanePlan) -> int:
+    unit = plan.world_size * plan.microbatch_size
+    if plan.rows_per_step % unit:
+        raise ConfigError(
+            "trainer.target_batch_size",
+            "does not divide into whole micro-batches",
+            found=plan.rows_per_step,
+            rule=f"a multiple of {unit} ({plan.world_size} processes x microbatch_size {plan.microbatch_size})",
+            fix=f"set it to {-(-plan.rows_per_step // unit) * unit}",
+        )
+    return plan.rows_per_step // plan.world_size
+
+
+def _cut(rows: list[Row], size: int, first_lane: int | None = None) -> tuple[MicroRows, ...]:
+    micro = []
+    for start in range(0, len(rows), size):
+        part = tuple(rows[start : start + size])
+        lane_ids = None if first_lane is None else tuple(range(first_lane + start, first_lane + start + len(part)))
+        micro.append(MicroRows(part, lane_ids))
+    return tuple(micro)
+
+
+# ---- documents ---------------------------------------------------------------------------------------
+
+
+class DocumentOrder:
+    """A row is a whole document; an epoch visits each document once.
+
+    Shuffled: the epoch's permutation is taken in pools of 8 steps' worth of documents. A pool is sorted by
+    length and cut into steps, and its steps are shuffled, so documents of like length meet in a step. The
+    last `num_documents % rows_per_step` documents of the permutation make the epoch's last, short step.
+    Unshuffled: steps are cut from the documents as they stand.
+
+    Inside a step documents go longest first, in groups of world_size * microbatch_size; rank r gets the
+    r-th slice of microbatch_size of each group, so all ranks' k-th micro-batches have similar lengths. In
+    the last group a slice may be short or empty: then the rank has a micro-batch less.
+
+    Args:
+        sizes: int64 [num_documents], tokens. Documents with fewer than 2 have no target and are skipped.
+        plan: how rows are shared out.
+        shuffle: new order each epoch.
+    """
+
+    def __init__(self, sizes: IntArray, plan: LanePlan, *, shuffle: bool) -> None:
+        self._sizes, self._plan, self._shuffle = sizes, plan, shuffle
+        self._documents = _trainable_documents(sizes)
+        self._epoch_documents: tuple[int, IntArray] | None = None
+        self.steps_per_epoch = -(-len(self._documents) // plan.rows_per_step)
+        self.tokens_per_epoch = int(sizes[self._documents].sum()) - len(self._documents)
+
+    def first(self) -> Position:
+        """Position of the first step of a run."""
+        return Position()
+
+    def step(self, position: Position) -> tuple[tuple[MicroRows, ...], Position]:
+        """This rank's micro-batches of the step at `position`, and the position after it."""
+        plan = self._plan
+        documents = self._longest_first(self._documents_of_step(position.epoch, position.step))
+        group_size = plan.world_size * plan.microbatch_size
+        micro: list[MicroRows] = []
+        for group in range(0, len(documents), group_size):
+            start = group + plan.rank * plan.microbatch_size
+            rows: list[Row] = [
+                (Span(doc, 0, int(self._sizes[doc]) - 1),)
+                for doc in documents[start : start + plan.microbatch_size].tolist()
+            ]
+            micro.extend(_cut(rows, plan.microbatch_size))
+        return tuple(micro), _next_step(position, self.steps_per_epoch)
+
+    def _documents_of_step(self, epoch: int, step: int) -> IntArray:
+        rows, documents = self._plan.rows_per_step, self._documents_of_epoch(epoch)
+        whole_steps = len(documents) // rows
+        if not self._shuffle or step >= whole_steps:
+            return documents[step * rows : (step + 1) * rows]
+        pool = step // _POOL_STEPS
+        first_step = pool * _POOL_STEPS
+        num_steps = min(_POOL_STEPS, whole_steps - first_step)
+        pooled = self._longest_first(documents[first_step * rows : (first_step + num_steps) * rows])
+        order = keyed_permutation(num_steps, self._plan.seed, epoch, pool)
+        chosen = int(order[step - first_step])
+        return pooled[chosen * rows : (chosen + 1) * rows]
+
+    def _documents_of_epoch(self, epoch: int) -> IntArray:
+        if not self._shuffle:
+            return self._documents
+        if self._epoch_documents is None or self._epoch_documents[0] != epoch:
+            order = epoch_permutation(len(self._documents), self._plan.seed, epoch)
+            self._epoch_documents = (epoch, self._documents[order])
+        return self._epoch_documents[1]
+
+    def _longest_first(self, documents: IntArray) -> IntArray:
+        return documents[np.argsort(-self._sizes[documents], kind="stable")]
+
+
+# ---- stream ------------------------------------------------------------------------------------------
+
+
+class _QueueEpoch(NamedTuple):
+    epoch: int
+    documents: IntArray
+    """In the order in which they are handed out."""
+    ends: IntArray
+    """Pairs up to and with each document."""
+
+
+class _Queue:
+    """The one queue of documents: epoch permutations one after another, numbered through."""
+
+    def __init__(self, sizes: IntArray, seed: int, *, shuffle: bool) -> None:
+        self._sizes, self._seed, self._shuffle = sizes, seed, shuffle
+        self._trainable = _trainable_documents(sizes)
+        self._epochs: tuple[_QueueEpoch, ...] = ()
+        self.num_targets = int(sizes[self._trainable].sum()) - len(self._trainable)
+
+    def _epoch(self, epoch: int) -> _QueueEpoch:
+        for kept in self._epochs:
+            if kept.epoch == epoch:
+                return kept
+        documents = self._trainable
+        if self._shuffle:
+            documents = documents[epoch_permutation(len(documents), self._seed, epoch)]
+        made = _QueueEpoch(epoch, documents, np.cumsum(self._sizes[documents] - 1))
+        # Replaced, never changed: an abandoned iterator's thread may still be looking.
+        self._epochs = (made, *self._epochs[:1])
+        return made
+
+    def documents(self, numbers: IntArray) -> IntArray:
+        """Documents of the store behind queue numbers, each >= 0."""
+        epochs, places = np.divmod(numbers, len(self._trainable))
+        documents = np.empty_like(numbers)
+        for epoch in np.unique(epochs).tolist():
+            chosen = epochs == epoch
+            documents[chosen] = self._epoch(epoch).documents[places[chosen]]
+        return documents
+
+    def draw(self, number: int, num_targets: int) -> tuple[int, int]:
+        """Take whole documents from `number` on until they hold `num_targets` >= 1 pairs.
+
+        Returns:
+            the number after the last document taken, and how many of the pairs lie in that document.
+        """
+        while True:
+            epoch, place = divmod(number, len(self._trainable))
+            ends = self._epoch(epoch).ends
+            before = int(ends[place - 1]) if place else 0
+            last = int(np.searchsorted(ends, before + num_targets))
+            if last < len(ends):
+                start_of_last = int(ends[last - 1]) if last else 0
+                return number - place + last + 1, before + num_targets - start_of_last
+            num_targets -= int(ends[-1]) - before
+            number += len(ends) - place
+
+
+class StreamOrder:
+    """A row is an endless lane of documents, and every step trains exactly `pairs_per_lane` pairs of each lane.
+
+    All lanes draw from one queue: the epochs' permutations one after another. In a step lanes draw in the
+    order of their numbers, each until it has its pairs. Every rank simulates all lanes, with integers
+    only, so the state is global. Rank r owns the lanes r * rows_per_step / world_size and following.
+
+    A document of L tokens gives L - 1 pairs: inputs are tokens 0 .. L-2, targets 1 .. L-1. The next
+    document's token 0 is the next input, with a reset there. So no target crosses a document, no document's
+    last token (its end mark) is an input, and nothing is padding.
+
+    An epoch is the fewest steps that train as many pairs as the data set holds, the same number each time.
+    After k epochs the queue has handed out every document at least k times, and a lane in the middle of a
+    document carries on with it in the next epoch. A fixed number is what Lightning needs to know the last
+    step of an epoch (validation, end-of-epoch checkpoints).
+
+    Args:
+        sizes: int64 [num_documents], tokens. Documents with fewer than 2 have no target and are skipped.
+        plan: how rows are shared out.
+        pairs_per_lane: chunks_per_step * ctx_len.
+        shuffle: new order each epoch.
+
+    Raises:
+        ConfigError: if rows_per_step is not a multiple of world_size * microbatch_size.
+    """
+
+    def __init__(self, sizes: IntArray, plan: LanePlan, pairs_per_lane: int, *, shuffle: bool) -> None:
+        self._sizes, self._plan, self._pairs_per_lane = sizes, plan, pairs_per_lane
+        self._rows_per_rank = _rows_per_rank(plan)
+        self._queue = _Queue(sizes, plan.seed, shuffle=shuffle)
+        pairs_per_step = plan.rows_per_step * pairs_per_lane
+        self.steps_per_epoch = -(-self._queue.num_targets // pairs_per_step)
+        self.tokens_per_epoch = self.steps_per_epoch * pairs_per_step
+
+    def first(self) -> Position:
+        """Position of the first step of a run: every lane is about to draw its first document."""
+        none = np.full(self._plan.rows_per_step, -1, np.int64)
+        return Position(0, 0, LaneState(0, none, none, np.zeros_like(none)))
+
+    def resume(self, position: Position, next_in_queue: int, numbers: IntArray, offsets: IntArray) -> Position:
+        """Position with its lane state rebuilt from the three parts that are saved; see `LaneState`.
+
+        Raises:
+            ValueError: if no run can have such lanes.
+        """
+        started = numbers >= 0
+        if numbers.min() < -1 or numbers.max() >= max(next_in_queue, 0):
+            raise ValueError(f"lanes {numbers.tolist()} of a queue at {next_in_queue}")
+        documents = np.full_like(numbers, -1)
+        documents[started] = self._queue.documents(numbers[started])
+        if offsets.min() < 0 or (offsets > np.where(started, self._sizes[documents] - 1, 0)).any():
+            raise ValueError(f"offsets {offsets.tolist()} beyond the lanes' documents")
+        return Position(position.epoch, position.step, LaneState(next_in_queue, numbers, documents, offsets))
+
+    def step(self, position: Position) -> tuple[tuple[MicroRows, ...], Position]:
+        """This rank's micro-batches of the step at `position`, and the position after it."""
+        before = position.lanes
+        assert before is not None
+        first_own = self._plan.rank * self._rows_per_rank
+        own = range(first_own, first_own + self._rows_per_rank)
+        rest = np.where(before.documents >= 0, self._sizes[before.documents] - 1 - before.offsets, 0)
+        carried = np.minimum(rest, self._pairs_per_lane)
+        queue, numbers, offsets = before.next_in_queue, before.numbers.copy(), before.offsets + carried
+        rows: list[Row] = []
+        for lane, (document, start, num) in enumerate(
+            zip(before.documents.tolist(), before.offsets.tolist(), carried.tolist(), strict=True)
+        ):
+            drawn_from = queue
+            if num < self._pairs_per_lane:
+                queue, offsets[lane] = self._queue.draw(queue, self._pairs_per_lane - num)
+                numbers[lane] = queue - 1
+            if lane in own:
+                head = (Span(document, start, num),) if num else ()
+                rows.append(head + self._drawn_spans(drawn_from, queue, int(offsets[lane])))
+        documents = before.documents.copy()
+        drew = numbers != before.numbers
+        documents[drew] = self._queue.documents(numbers[drew])
+        lanes = LaneState(queue, numbers, documents, offsets)
+        return _cut(rows, self._plan.microbatch_size, first_own), _next_step(position, self.steps_per_epoch, lanes)
+
+    def _drawn_spans(self, start: int, stop: int, used_of_last: int) -> Row:
+        """Documents start .. stop - 1 of the queue from their first token on, the last one only in part."""
+        if start == stop:
+            return ()
+        documents = self._queue.documents(np.arange(start, stop))
+        num_targets = self._sizes[documents] - 1
+        num_targets[-1] = used_of_last
+        return tuple(Span(doc, 0, num) for doc, num in zip(documents.tolist(), num_targets.tolist(), strict=True))
+
+
+# ---- windows -----------------------------------------------------------------------------------------
+
+
+class WindowOrder:
+    """The official trainer's order: fixed windows of ctx_len + 1 tokens of the flat token stream.
+
+    Samples are counted through from 0. Step s has the samples s * rows_per_step and following, and rank
+    r's i-th row is the sample s * rows_per_step + i * world_size + r: the official order where
+    rows_per_step divides 40320, its natural continuation elsewhere. An epoch is the fewest steps that
+    hold 40320 samples.
+
+    Args:
+        num_tokens: length of the flat token stream.
+        plan: how rows are shared out.
+
+    Raises:
+        ConfigError: if rows_per_step is not a multiple of world_size * microbatch_size.
+        DataError: if the stream is shorter than 3 windows.
+    """
+
+    def __init__(self, num_tokens: int, plan: LanePlan) -> None:
+        self._plan = plan
+        self._rows_per_rank = _rows_per_rank(plan)
+        self._prime = magic_prime(num_tokens, plan.ctx_len)
+        self.steps_per_epoch = -(-SAMPLES_PER_MINI_EPOCH // plan.rows_per_step)
+        self.tokens_per_epoch = self.steps_per_epoch * plan.rows_per_step * plan.ctx_len
+
+    def first(self) -> Position:
+        """Position of the first step of a run."""
+        return Position()
+
+    def step(self, position: Position) -> tuple[tuple[MicroRows, ...], Position]:
+        """This rank's micro-batches of the step at `position`, and the position after it."""
+        plan = self._plan
+        start = (position.epoch * self.steps_per_epoch + position.step) * plan.rows_per_step
+        samples = range(start + plan.rank, start + plan.rows_per_step, plan.world_size)
+        rows: list[Row] = [
+            (Span(None, offset, plan.ctx_len),) for offset in official_offsets(self._prime, plan.ctx_len, samples)
+        ]
+        return _cut(rows, plan.microbatch_size), _next_step(position, self.steps_per_epoch)
