@@ -136,7 +136,7 @@ class CheckpointConfig:
     """`checkpoint:` what is saved, when, and how much of it is kept."""
 
     dir: str | None = None
-    """Folder of the checkpoints step-N. Default: runs/<name of the config file>. One run per folder."""
+    """Folder of the checkpoints step-N. Default: runs/NAME, where NAME is the config file's name without .yaml (several are joined by +). One run per folder."""
     every_steps: int = 1000
     """Save every so many optimizer steps; 0 = only at the end."""
     every_minutes: float = 0
@@ -165,5 +165,9 @@ class RunConfig:
     """trainer.max_steps: optimizer steps of the whole run; -1 = no limit."""
     max_epochs: int | None = None
     """trainer.max_epochs: passes over the training documents."""
+    accelerator: str = "auto"
+    """trainer.accelerator: auto (a GPU if there is one), gpu, cpu, or another name that Lightning knows."""
+    devices: int = 1
+    """trainer.devices: processes, one per GPU. The command line also takes `auto`, -1 and lists of GPUs, and counts them."""
     seed: int = 3941088705
     """seed_everything: seed of initial weights and anything random."""

@@ -1,0 +1,287 @@
+"""The programme `lightning_trainer.py`, and the one way for other scripts to read a configuration.
+
+Command line and YAML become one frozen RunConfig here. Nothing below this layer reads environment variables
+or sees a parser. Lightning is imported only once there is something to parse.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.cli_arguments import Arguments, read_arguments, run_name
+from trainer.config import CheckpointConfig, DataConfig, ModelConfig, RunConfig, TrainerConfig
+from trainer.config.checks import check_run, check_values
+from trainer.config.legacy import apply_environment
+from trainer.errors import ConfigError, TrainerError
+from trainer.logs import get_logger, set_up_logging
+
+if TYPE_CHECKING:
+    from jsonargparse import Namespace
+
+    from trainer.cli_parser import RunParser
+
+__all__ = ["main", "parse_run_config", "run_script"]
+
+_logger = get_logger(__name__)
+_COMMANDS = ("fit", "validate")
+_PRECISION_SPELLINGS = {"bf16": "bf16-mixed", "32": "32-true", "64": "64-true", "None": "bf16-mixed"}
+
+
+@dataclass(frozen=True)
+class _Parsed:
+    run: RunConfig
+    arguments: Arguments
+    parser: RunParser
+    namespace: Namespace
+    command: str
+    devices: Any
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run `fit` or `validate`.
+
+    Args:
+        argv: words after the programme's name; default: those of this process.
+
+    Returns:
+        The exit code: 0 done, 2 bad input or config, 3 nothing valid to resume, 4 storage, 5 non-finite
+        numbers, 6 distributed start, 130 interrupted.
+    """
+    return run_script(lambda: _run_command(sys.argv[1:] if argv is None else argv))
+
+
+def run_script(script: Callable[[], int | None]) -> int:
+    """Run the body of a root script and return its exit code.
+
+    A TrainerError becomes one line on stderr and its exit code, Ctrl-C becomes 130.
+    """
+    set_up_logging(_process_rank(os.environ))
+    try:
+        return script() or 0
+    except TrainerError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return 130
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+
+
+def parse_run_config(argv: list[str], command: str = "fit") -> RunConfig:
+    """Configuration from `-c a.yaml -c b.yaml --section.key=value ...`; a YAML file without -c is taken too.
+
+    Builds no trainer and no model, and does not ask whether the devices exist on this machine.
+
+    Args:
+        argv: words of the command line, without a command.
+        command: `fit` or `validate` also check that weights and checkpoints exist; any other name, such as
+            `preload`, checks values only.
+
+    Raises:
+        ConfigError: the configuration is missing, malformed or breaks a rule.
+    """
+    arguments = read_arguments(argv)
+    positional, arguments.positional = arguments.positional, []
+    if positional:
+        arguments = read_arguments([f"--config={name}" for name in positional] + _without(argv, positional))
+    return _parse(arguments, command).run
+
+
+def _without(words: list[str], removed: list[str]) -> list[str]:
+    left = list(removed)
+    kept = []
+    for word in words:
+        if word in left:
+            left.remove(word)
+        else:
+            kept.append(word)
+    return kept
+
+
+def _run_command(argv: list[str]) -> int:
+    if not argv:
+        raise ConfigError("command line", "a command is needed", rule="fit or validate", fix=_usage("fit"))
+    if argv[0] in ("-h", "--help"):
+        from trainer.cli_parser import parse_command_line
+
+        parse_command_line(["--help"])
+    command = argv[0]
+    if command not in _COMMANDS:
+        raise ConfigError("command line", "unknown command", found=command, rule="fit or validate", fix=_usage("fit"))
+    arguments = read_arguments(argv[1:])
+    if arguments.positional:
+        word = arguments.positional[0]
+        fix = f"-c {word}" if word.endswith((".yaml", ".yml")) else "options have the form --section.key=value"
+        raise ConfigError("command line", "unexpected word", found=word, fix=fix)
+    parsed = _parse(arguments, command)
+    _check_devices(parsed.run.accelerator, parsed.devices)
+    return _execute(parsed)
+
+
+def _execute(parsed: _Parsed) -> int:
+    run = parsed.run
+    if parsed.command == "fit" and run.max_steps == 0:
+        _logger.info("trainer.max_steps is 0: nothing to train, no checkpoint is written")
+        return 0
+    from trainer.train import run as train
+
+    if parsed.arguments.is_dry_run:
+        train.dry_run(run)
+    else:
+        train.execute(parsed.command, run, _trainer_arguments(parsed))
+    return 0
+
+
+def _parse(arguments: Arguments, command: str) -> _Parsed:
+    shown = arguments.wants_help or arguments.wants_printed_config
+    if not arguments.config_files and not shown:
+        raise ConfigError("command line", "a config is needed", fix=_usage(command))
+    from trainer.cli_parser import parse_command_line, trainer_defaults
+
+    subcommand = command if command in _COMMANDS else "fit"
+    if arguments.wants_help:
+        parse_command_line([subcommand, *(word for word in arguments.pieces if isinstance(word, str))])
+    defaults = trainer_defaults()
+    arguments.check_keys(defaults)
+    try:
+        parser, namespace = parse_command_line([subcommand, *arguments.words(defaults)])
+        run, devices = _build_run(namespace[subcommand], arguments)
+        run = apply_environment(run, os.environ)
+        (check_run if command in _COMMANDS else check_values)(run)
+    except ConfigError as error:
+        raise _located(error, arguments) from error
+    return _Parsed(run, arguments, parser, namespace, subcommand, devices)
+
+
+def _located(error: ConfigError, arguments: Arguments) -> ConfigError:
+    """The same error with the file and line of its setting."""
+    where = arguments.where(str(error.where))
+    return ConfigError(where, error.problem, found=error.found, rule=error.rule, fix=error.fix)
+
+
+def _build_run(values: Namespace, arguments: Arguments) -> tuple[RunConfig, Any]:
+    trainer = vars(values.trainer)
+    _refuse_unsupported(trainer)
+    devices = _normal_devices(trainer["devices"])
+    model, data, checkpoint = (dict(vars(values[name])) for name in ("model", "data", "checkpoint"))
+    if checkpoint["dir"] is None:
+        checkpoint["dir"] = f"runs/{run_name(arguments.config_files)}"
+    ours = {field.name: trainer[field.name] for field in dataclasses.fields(TrainerConfig)}
+    run = RunConfig(
+        model=ModelConfig(**model),
+        data=DataConfig(**data),
+        trainer=TrainerConfig(**ours),
+        checkpoint=CheckpointConfig(**checkpoint),
+        resume=values.resume,
+        precision=_PRECISION_SPELLINGS.get(str(trainer["precision"]), str(trainer["precision"])),
+        strategy=str(trainer["strategy"]),
+        max_steps=trainer["max_steps"],
+        max_epochs=trainer["max_epochs"],
+        accelerator=str(trainer["accelerator"]),
+        devices=_count_devices(str(trainer["accelerator"]), devices),
+        seed=values.seed_everything,
+    )
+    return _with_accumulation(run, trainer["accumulate_grad_batches"]), devices
+
+
+def _refuse_unsupported(trainer: dict[str, Any]) -> None:
+    if trainer["num_nodes"] != 1:
+        raise ConfigError("trainer.num_nodes", "more than one machine is not proven yet", found=trainer["num_nodes"])
+    if trainer["gradient_clip_algorithm"] not in (None, "norm"):
+        found = trainer["gradient_clip_algorithm"]
+        raise ConfigError("trainer.gradient_clip_algorithm", "only norm is supported", found=found, fix="remove it")
+    callbacks = trainer["callbacks"] or []
+    for callback in callbacks if isinstance(callbacks, list) else [callbacks]:
+        if str(callback.get("class_path", "")).endswith(".ModelCheckpoint"):
+            problem = "ModelCheckpoint is read from YAML files only"
+            raise ConfigError("trainer.callbacks", problem, fix="use --checkpoint.dir, --checkpoint.every_steps, ...")
+
+
+def _with_accumulation(run: RunConfig, num_microbatches: int) -> RunConfig:
+    if num_microbatches == 1:
+        return run
+    target = num_microbatches * run.devices * run.trainer.microbatch_size
+    if run.trainer.target_batch_size not in (-1, target):
+        raise ConfigError(
+            "trainer.accumulate_grad_batches",
+            f"{num_microbatches} means trainer.target_batch_size: {target}, but that is {run.trainer.target_batch_size}",
+            fix="remove it",
+        )
+    _logger.info("trainer.accumulate_grad_batches is now trainer.target_batch_size: %s", target)
+    return dataclasses.replace(run, trainer=dataclasses.replace(run.trainer, target_batch_size=target))
+
+
+def _normal_devices(devices: Any) -> Any:
+    """`auto`, a number, or a list of numbers; the command line gives numbers and lists as text."""
+    if not isinstance(devices, str) or devices == "auto":
+        return devices
+    try:
+        parts = [int(part) for part in devices.split(",") if part.strip()]
+    except ValueError:
+        rule = "auto, a number, -1, or a list such as 0,1"
+        raise ConfigError("trainer.devices", "not a choice of devices", found=devices, rule=rule) from None
+    return parts if "," in devices else parts[0]
+
+
+def _num_present(accelerator: str) -> int | None:
+    """Devices of this machine; None for accelerators that are not counted here."""
+    import torch
+
+    if accelerator in ("gpu", "cuda") or (accelerator == "auto" and torch.cuda.is_available()):
+        return torch.cuda.device_count()
+    return (os.cpu_count() or 1) if accelerator in ("cpu", "auto") else None
+
+
+def _count_devices(accelerator: str, devices: Any) -> int:
+    if isinstance(devices, list):
+        return len(devices)
+    if devices not in ("auto", -1):
+        return int(devices)
+    import torch
+
+    on_cpu = accelerator == "cpu" or (accelerator == "auto" and not torch.cuda.is_available())
+    return 1 if on_cpu else max(1, _num_present(accelerator) or 1)
+
+
+def _check_devices(accelerator: str, devices: Any) -> None:
+    present = _num_present(accelerator)
+    if present is None:
+        return
+    if present == 0:
+        raise ConfigError("trainer.accelerator", "no GPU is present", found=accelerator, fix="--trainer.accelerator=cpu")
+    # Processes on a CPU may share cores: a few more than cores is how multi-process runs are tried out.
+    on_cpu = accelerator == "cpu"
+    most = max(4, present) if on_cpu else present
+    wanted = max([*devices, -1]) + 1 if isinstance(devices, list) else devices
+    if wanted != "auto" and int(wanted) > most:
+        kind = "CPU core(s)" if on_cpu else "device(s)"
+        raise ConfigError("trainer.devices", f"{wanted} are asked for, {present} {kind} present", rule=f"at most {most}")
+
+
+def _trainer_arguments(parsed: _Parsed) -> dict[str, Any]:
+    """Arguments for Lightning's Trainer: loggers and callbacks built, our own additions left out."""
+    arguments = dict(vars(parsed.parser.instantiate_classes(parsed.namespace)[parsed.command].trainer))
+    taken = {field.name for field in dataclasses.fields(TrainerConfig)}
+    taken |= {"accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm"}
+    kept = {name: value for name, value in arguments.items() if name not in taken}
+    return kept | {"devices": parsed.devices, "precision": parsed.run.precision, "strategy": parsed.run.strategy}
+
+
+def _process_rank(environ: Mapping[str, str]) -> int:
+    for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"):
+        if environ.get(name, "").isdigit():
+            return int(environ[name])
+    return 0
+
+
+def _usage(command: str) -> str:
+    programme = Path(sys.argv[0]).name if sys.argv[0] else "lightning_trainer.py"
+    word = f"{command} " if command in _COMMANDS else ""
+    return f"{programme} {word}-c config.yaml"

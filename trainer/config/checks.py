@@ -1,0 +1,230 @@
+"""Rules that a parsed configuration must keep, checked before anything is downloaded, built or written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trainer.config.fields import settings
+from trainer.config.schema import DataConfig, ModelConfig, RunConfig
+from trainer.errors import ConfigError
+from trainer.logs import get_logger
+
+__all__ = ["PRECISIONS", "STRATEGIES", "check_run", "check_values"]
+
+_logger = get_logger(__name__)
+
+PRECISIONS = ("bf16-mixed", "bf16-true", "32-true", "64-true")
+STRATEGIES = ("auto", "ddp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3")
+
+_Rule = tuple[str, Callable[[Any], bool]]
+_POSITIVE: _Rule = ("above 0", lambda value: value > 0)
+_NOT_NEGATIVE: _Rule = ("0 or more", lambda value: value >= 0)
+_AT_LEAST_ONE: _Rule = ("1 or more", lambda value: value >= 1)
+_SHARE: _Rule = ("at least 0 and below 1", lambda value: 0 <= value < 1)
+_ONE_OR_UNLIMITED: _Rule = ("1 or more, or -1 for no limit", lambda value: value >= 1 or value == -1)
+_STEPS: _Rule = ("0 or more, or -1 for no limit", lambda value: value >= -1)
+_SEED: _Rule = ("from 0 to 4294967295", lambda value: 0 <= value < 2**32)
+
+_RANGES: dict[str, _Rule] = {
+    "seed_everything": _SEED,
+    "trainer.max_steps": _STEPS,
+    "trainer.max_epochs": _STEPS,
+    "trainer.devices": _AT_LEAST_ONE,
+    "trainer.target_batch_size": ("1 or more, or -1 for one micro-batch per process", _ONE_OR_UNLIMITED[1]),
+    "trainer.microbatch_size": _AT_LEAST_ONE,
+    "trainer.max_tokens": _ONE_OR_UNLIMITED,
+    "trainer.deterministic_order_seed": _NOT_NEGATIVE,
+    "model.n_layer": _AT_LEAST_ONE,
+    "model.n_embd": _AT_LEAST_ONE,
+    "model.vocab_size": _AT_LEAST_ONE,
+    "model.dim_ffn": _AT_LEAST_ONE,
+    "model.bptt_learning_range": ("1 or more, or -1 for all chunks", _ONE_OR_UNLIMITED[1]),
+    "model.bptt_host_memory_gib": _POSITIVE,
+    "model.loss_chunk_rows": _AT_LEAST_ONE,
+    "model.lr_init": _POSITIVE,
+    "model.lr_final": _NOT_NEGATIVE,
+    "model.warmup_steps": _NOT_NEGATIVE,
+    "model.beta1": _SHARE,
+    "model.beta2": _SHARE,
+    "model.adam_eps": _POSITIVE,
+    "model.weight_decay": _NOT_NEGATIVE,
+    "model.grad_clip": _NOT_NEGATIVE,
+    "model.l2wrap": _NOT_NEGATIVE,
+    "data.min_token_size": _AT_LEAST_ONE,
+    "data.max_token_size": _ONE_OR_UNLIMITED,
+    "data.test_split": _NOT_NEGATIVE,
+    "data.num_proc": _AT_LEAST_ONE,
+    "data.chunks_per_step": _AT_LEAST_ONE,
+    "data.dataloader_prefetch_factor": _NOT_NEGATIVE,
+    "checkpoint.every_steps": _NOT_NEGATIVE,
+    "checkpoint.every_minutes": _NOT_NEGATIVE,
+    "checkpoint.keep": _NOT_NEGATIVE,
+}
+
+
+def check_run(run: RunConfig) -> None:
+    """Check everything that can be checked without data, model or GPU, including that named files exist.
+
+    Raises:
+        ConfigError: the first rule that is broken, by the name of its setting.
+    """
+    check_values(run)
+    _check_weights(run.model)
+    _check_resume(run)
+
+
+def check_values(run: RunConfig) -> None:
+    """Check the values alone; weights and checkpoints need not exist yet (to prepare data, for instance).
+
+    Raises:
+        ConfigError: the first rule that is broken, by the name of its setting.
+    """
+    _check_ranges(run)
+    _check_choices(run)
+    _check_model(run.model)
+    _check_data(run.data)
+    _check_batching(run)
+    _check_batch_size(run)
+
+
+def value_of(run: RunConfig, key: str) -> Any:
+    """Value of a setting by its key, such as `model.ctx_len`."""
+    section, _, name = key.rpartition(".")
+    owner = getattr(run, section) if section else run
+    if name == "seed_everything":
+        return run.seed
+    return getattr(owner, name) if hasattr(owner, name) else getattr(run, name)
+
+
+def _check_ranges(run: RunConfig) -> None:
+    for key in settings():
+        value = value_of(run, key)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            continue
+        if not math.isfinite(value):
+            raise ConfigError(key, "is not a finite number", found=value)
+        if key in _RANGES:
+            rule, holds = _RANGES[key]
+            if not holds(value):
+                raise ConfigError(key, "out of range", found=value, rule=rule)
+
+
+def _check_choices(run: RunConfig) -> None:
+    if run.precision.startswith("16") or run.precision.startswith("transformer"):
+        raise ConfigError(
+            "trainer.precision",
+            f"{run.precision} is not supported: float16 cannot hold Adam's 1e-18 nor the state's range",
+            fix="use bf16-mixed, or 32-true on cards without bf16",
+        )
+    if run.precision not in PRECISIONS:
+        rule = "one of " + ", ".join(PRECISIONS)
+        raise ConfigError("trainer.precision", "unknown precision", found=run.precision, rule=rule)
+    if run.strategy not in STRATEGIES:
+        rule = "one of " + ", ".join(STRATEGIES)
+        raise ConfigError("trainer.strategy", "not proven yet", found=run.strategy, rule=rule)
+
+
+def _check_model(model: ModelConfig) -> None:
+    if model.ctx_len < 16 or model.ctx_len % 16:
+        near = max(16, round(model.ctx_len / 16) * 16)
+        raise ConfigError(
+            "model.ctx_len", "illegal chunk length", found=model.ctx_len, rule="a multiple of 16, at least 16",
+            fix=f"nearest is {near}",
+        )  # fmt: skip
+    if model.head_size < 16 or model.head_size % 16:
+        rule = "a multiple of 16, at least 16"
+        raise ConfigError("model.head_size", "illegal head size", found=model.head_size, rule=rule)
+    if model.n_embd is not None and model.n_embd % model.head_size:
+        near = max(1, round(model.n_embd / model.head_size)) * model.head_size
+        rule = f"a multiple of model.head_size {model.head_size}"
+        raise ConfigError("model.n_embd", "illegal width", found=model.n_embd, rule=rule, fix=f"nearest is {near}")
+    if model.bptt_window != "full" and model.bptt_window < 1:
+        raise ConfigError("model.bptt_window", "out of range", found=model.bptt_window, rule="1 or more, or full")
+    if model.lr_final is not None and model.lr_final > model.lr_init:
+        rule = f"at most model.lr_init {model.lr_init}"
+        raise ConfigError("model.lr_final", "above the peak learning rate", found=model.lr_final, rule=rule)
+    unknown = set(model.lora_ranks or {}) - {"w", "a", "v", "g"}
+    if unknown:
+        raise ConfigError("model.lora_ranks", f"unknown gate {min(unknown)}", rule="given for w, a, v and g")
+    for gate, rank in (model.lora_ranks or {}).items():
+        if rank < 1:
+            raise ConfigError(f"model.lora_ranks.{gate}", "out of range", found=rank, rule="1 or more")
+
+
+def _check_data(data: DataConfig) -> None:
+    if data.source is None and data.data_path is None:
+        problem = "neither data.source nor data.data_path is given"
+        raise ConfigError("data.source", problem, fix="name the source, or a folder of prepared data in data.data_path")
+    if data.source is not None and data.source != "binidx" and data.data_path is None:
+        raise ConfigError("data.data_path", "missing", fix="give a folder where the prepared data may be kept")
+    if data.test_split > 1 and data.test_split != int(data.test_split):
+        rule = "a share below 1, or a whole number of documents"
+        raise ConfigError("data.test_split", "neither share nor count", found=data.test_split, rule=rule)
+    if data.max_token_size != -1 and data.max_token_size < data.min_token_size:
+        rule = f"at least data.min_token_size {data.min_token_size}"
+        raise ConfigError("data.max_token_size", "no document can pass", found=data.max_token_size, rule=rule)
+
+
+def _check_batching(run: RunConfig) -> None:
+    batching, window, chunks = run.data.batching, run.model.bptt_window, run.data.chunks_per_step
+    if batching == "windows" and run.data.source != "binidx":
+        raise ConfigError(
+            "data.batching", "windows reads the flat token stream of a binidx file",
+            found=f"data.source {run.data.source}", fix="set data.source: binidx, or data.batching: stream",
+        )  # fmt: skip
+    if batching == "stream" and window != "full" and window > chunks:
+        raise ConfigError(
+            "model.bptt_window", f"{window} chunks are more than data.chunks_per_step {chunks}",
+            rule="at most data.chunks_per_step in stream batching: gradients end at the optimizer step",
+            fix=f"set data.chunks_per_step: {window}, or model.bptt_window: full",
+        )  # fmt: skip
+    if batching != "stream" and chunks != 1:
+        raise ConfigError(
+            "data.chunks_per_step", f"acts only with data.batching: stream, not {batching}", found=chunks, fix="remove it"
+        )
+    if batching != "documents" and run.model.bptt_learning_range != -1:
+        raise ConfigError(
+            "model.bptt_learning_range", f"acts only with data.batching: documents, not {batching}",
+            found=run.model.bptt_learning_range, fix="remove it",
+        )  # fmt: skip
+
+
+def _check_batch_size(run: RunConfig) -> None:
+    target, unit = run.trainer.target_batch_size, run.devices * run.trainer.microbatch_size
+    if target == -1 or target % unit == 0:
+        return
+    below, above = target // unit * unit, (target // unit + 1) * unit
+    near = f"{below} or {above}" if below else f"{above}"
+    raise ConfigError(
+        "trainer.target_batch_size",
+        f"cannot be shared equally by {run.devices} process(es) (trainer.devices) x {run.trainer.microbatch_size} row(s) "
+        "(trainer.microbatch_size)",
+        found=target,
+        rule=f"a multiple of {unit}",
+        fix=f"nearest is {near}",
+    )
+
+
+def _check_weights(model: ModelConfig) -> None:
+    if model.load_model is None:
+        missing = [name for name in ("n_layer", "n_embd") if getattr(model, name) is None]
+        if missing:
+            problem = f"no weights are named, and model.{missing[0]} is missing"
+            raise ConfigError("model.load_model", problem, fix="name a weight file, or give model.n_layer and model.n_embd")
+        return
+    path = Path(model.load_model)
+    if not path.exists():
+        raise ConfigError("model.load_model", "file does not exist", found=model.load_model)
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ConfigError(
+            "model.load_model", "is a folder, not weights", found=model.load_model,
+            rule="a .pth or .safetensors file", fix="name the file inside it",
+        )  # fmt: skip
+
+
+def _check_resume(run: RunConfig) -> None:
+    if run.resume not in ("auto", "never") and not Path(run.resume).exists():
+        raise ConfigError("resume", "checkpoint does not exist", found=run.resume, rule="auto, never, or a checkpoint")

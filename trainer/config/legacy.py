@@ -1,0 +1,317 @@
+"""Keys of the older infinite-context trainer: mapped to today's, accepted without effect, or refused by name.
+
+Works on the plain values of one source (a YAML file or one option of the command line) before they are
+parsed. A key whose meaning changed is said once, with its old and its new meaning.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.config.schema import RunConfig
+from trainer.config.yaml_files import Source
+from trainer.errors import ConfigError
+from trainer.logs import get_logger, log_once
+
+__all__ = ["OLDER_KEYS", "apply_environment", "map_older_keys"]
+
+_logger = get_logger(__name__)
+_EMPTY = (None, "", [], {})
+_USE_STREAM = "data.batching: stream joins documents without padding"
+_NO_COLUMNS = "write the whole text of a document into one column and name it in data.custom_text_key"
+
+
+@dataclass(frozen=True)
+class OlderKey:
+    """What happens to one key that is no setting any more."""
+
+    harmless: tuple[Any, ...]
+    """Values under which leaving the key out changes nothing."""
+    fix: str
+    """What to use instead; shown when another value is given. Empty: any value is accepted and ignored."""
+    say: bool = False
+    """Whether an accepted value is worth a line, because users believe that it acts."""
+
+
+def _ignored() -> OlderKey:
+    return OlderKey(harmless=(), fix="", say=True)
+
+
+def _off(fix: str, *harmless: Any) -> OlderKey:
+    return OlderKey(harmless=(*_EMPTY, *harmless), fix=fix)
+
+
+OLDER_KEYS: dict[str, OlderKey] = {
+    "model.position_loss_bias": _ignored(),
+    "model.position_loss_bias_in_validation": _ignored(),
+    "model.substep_logging": _ignored(),
+    "model.substep_cuda_cache_clear": _ignored(),
+    "model.torch_set_float32_matmul_precision": _ignored(),
+    "model.layerwise_lr": OlderKey((True, None), "remove it: att.w0 always learns at twice the rate", say=True),
+    "model.dropout": OlderKey((0, None), "remove it: this model has no dropout", say=True),
+    "model.dim_att": _off("remove it: in RWKV-7 it always equals n_embd", -1, 0),
+    "model.ctx_len_cutoffs": _off("remove it: documents are trained whole, whatever their length"),
+    "model.ctx_len_warmup_steps": _off("remove it: documents are trained whole, whatever their length"),
+    "model.token_loss_threshold": _off("remove it: every token that the data marks as trained is trained", 0),
+    "model.token_dropout_rate": _off("remove it: every token that the data marks as trained is trained", 0),
+    "data.data_path_storage_options": _off("copy the prepared data to a local folder"),
+    "data.datapack_config_path": _off("prepare one data set and name it in data.data_path"),
+    "data.autoTokenizer": _off("save the tokenizer to a folder and name it in data.tokenizer", {"kwargs": {}, "props": {}}),
+    "data.multi_column_keys": _off(_NO_COLUMNS),
+    "data.conversation_format": _off(_NO_COLUMNS),
+    "data.disable_prompt_completion_mask": _off(_NO_COLUMNS, False),
+    "data.data_prefix_skip_mask": _off("remove it: every token of a document is trained", 0),
+    "data.text_rechunk_force": _off(_USE_STREAM, False),
+    "data.packing_enable": _off(_USE_STREAM, False),
+    "data.reverse_train_dataset_before_save": _off("reverse the source", False),
+    "data.dataset_offset": _off("cut the source", -1, 0),
+    "data.dataset_length": _off("cut the source", -1, 0),
+    "data.dataloader_swap_train_test_split": _off("swap the sources", False),
+    "data.processing_max_batch_size": _ignored(),
+    "data.sort_by_length": _ignored(),
+    "data.sort_asc": _ignored(),
+    "data.text_rechunk_size": _ignored(),
+}
+"""Keys without a successor. Those handled by a function of this module are not in the table."""
+
+# These shape a feature that is off (any other value of its switch is refused above), so they do nothing.
+_PARTS_OF_FEATURES = ("data.multi_column_", "data.conversation_", "data.packing_")
+_MINUS_ONE_IS_UNSET = ("model.n_layer", "model.n_embd", "model.vocab_size", "model.dim_ffn")
+_RENAMED = {"trainer.gradient_clip_val": "model.grad_clip", "ckpt_path": "resume"}
+
+
+class _Mapping:
+    """The values of one source while its older keys are taken out and put back under today's names."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.values = {
+            section: dict(value) if isinstance(value, dict) else value for section, value in source.values.items()
+        }
+        self.lines = dict(source.lines)
+        self.ignored: list[str] = []
+        self.is_older = False
+
+    def has(self, key: str) -> bool:
+        section, _, name = key.rpartition(".")
+        owner = self.values.get(section) if section else self.values
+        return isinstance(owner, dict) and name in owner
+
+    def get(self, key: str) -> Any:
+        section, _, name = key.rpartition(".")
+        return (self.values[section] if section else self.values)[name]
+
+    def take(self, key: str) -> Any:
+        section, _, name = key.rpartition(".")
+        return (self.values[section] if section else self.values).pop(name)
+
+    def put(self, key: str, value: Any, older: str) -> None:
+        """Set `key` in place of the key `older`; both in one source are a contradiction."""
+        if self.has(key) and self.get(key) != value:
+            problem = f"means {key}: {value}, but the same source says {key}: {self.get(key)}"
+            raise ConfigError(self.where(older), problem, fix=f"remove {older}")
+        section, _, name = key.rpartition(".")
+        owner = self.values.setdefault(section, {}) if section else self.values
+        owner[name] = value
+        if older in self.lines:
+            self.lines.setdefault(key, self.lines[older])
+
+    def where(self, key: str) -> str:
+        return self.source.where(key)
+
+
+def map_older_keys(source: Source) -> Source:
+    """The same settings under today's keys.
+
+    Raises:
+        ConfigError: an older key asks for something that is not done here; the text says what to use.
+    """
+    mapping = _Mapping(source)
+    _map_gradient_reach(mapping)
+    _map_schedule(mapping)
+    _map_renamed(mapping)
+    _map_tokenizer(mapping)
+    _map_checkpoint_callback(mapping)
+    _refuse_text_rechunk(mapping)
+    for section in ("model", "data"):
+        for name in list(mapping.values.get(section) or ()):
+            _drop_older_key(mapping, f"{section}.{name}")
+    if mapping.ignored:
+        log_once(_logger, "settings of the older trainer without effect here: %s", ", ".join(mapping.ignored))
+    if mapping.is_older:
+        _say_changed_meanings(mapping)
+    return Source(source.name, mapping.values, mapping.lines)
+
+
+def apply_environment(run: RunConfig, environ: Mapping[str, str]) -> RunConfig:
+    """Honour the older trainer's RWKV_NO_CUDA=1 and RWKV_TORCH_COMPILE=1 where the config leaves the choice open."""
+    model = run.model
+    if environ.get("RWKV_NO_CUDA") == "1" and model.kernel == "auto":
+        log_once(_logger, "RWKV_NO_CUDA=1: model.kernel is chunked")
+        model = dataclasses.replace(model, kernel="chunked")
+    if environ.get("RWKV_TORCH_COMPILE") == "1" and model.compile == "auto":
+        log_once(_logger, "RWKV_TORCH_COMPILE=1: model.compile is on")
+        model = dataclasses.replace(model, compile="on")
+    return dataclasses.replace(run, model=model)
+
+
+def _map_gradient_reach(mapping: _Mapping) -> None:
+    given = [key for key in ("model.bptt_learning", "model.bptt_truncated_learning") if mapping.has(key)]
+    if given:
+        mapping.is_older = True
+        values = {key: mapping.take(key) for key in given}
+        for key, value in values.items():
+            if not isinstance(value, bool):
+                raise ConfigError(mapping.where(key), f'"{value}" is not true or false', fix="use model.bptt_window")
+        window: Any = 1 if all(values.values()) else "full"
+        mapping.put("model.bptt_window", window, given[-1])
+        said = ", ".join(f"{key}: {str(value).lower()}" for key, value in values.items())
+        meaning = "each chunk's gradient stops at its start" if window == 1 else "exact gradients through all chunks"
+        log_once(_logger, "%s is now model.bptt_window: %s (%s)", said, window, meaning)
+    if mapping.has("model.bptt_learning_range"):
+        value = mapping.get("model.bptt_learning_range")
+        if isinstance(value, int) and value > 0:
+            log_once(
+                _logger,
+                "model.bptt_learning_range: %s trains only the last %s chunk(s) of each document and is not a "
+                "gradient window; for a window set model.bptt_window",
+                value,
+                value,
+            )
+
+
+def _map_schedule(mapping: _Mapping) -> None:
+    if mapping.has("model.lr_type"):
+        mapping.is_older = True
+        mapping.put("model.lr_schedule", mapping.take("model.lr_type"), "model.lr_type")
+    period_type = mapping.take("model.lr_period_type") if mapping.has("model.lr_period_type") else "epoch"
+    if mapping.has("model.lr_period"):
+        mapping.is_older = True
+        period = mapping.take("model.lr_period")
+        length = {"epoch": "trainer.max_epochs", "step": "trainer.max_steps"}.get(period_type)
+        same = length is not None and mapping.has(length) and mapping.get(length) == period
+        if period not in (-1, None) and not same:
+            raise ConfigError(
+                mapping.where("model.lr_period"),
+                "the learning rate falls over the whole run",
+                found=f"{period} {period_type}s",
+                fix=f"remove it, or set {length or 'trainer.max_steps'} to it",
+            )
+    if mapping.has("model.lr_final") and mapping.get("model.lr_final") == -1:
+        mapping.is_older = True
+        mapping.take("model.lr_final")
+        mapping.values["model"]["lr_schedule"] = "constant"
+        log_once(_logger, "model.lr_final: -1 is now model.lr_schedule: constant")
+    if mapping.has("model.warmup_steps") and mapping.get("model.warmup_steps") == -1:
+        mapping.is_older = True
+        mapping.values["model"]["warmup_steps"] = 0
+
+
+def _map_renamed(mapping: _Mapping) -> None:
+    for older, key in _RENAMED.items():
+        if mapping.has(older):
+            value = mapping.take(older)
+            if value is not None:
+                mapping.put(key, value, older)
+                log_once(_logger, "%s is now %s", older, key)
+    for key in _MINUS_ONE_IS_UNSET:
+        if mapping.has(key) and mapping.get(key) == -1:
+            mapping.take(key)
+    if mapping.has("model.load_model") and mapping.get("model.load_model") == "":
+        mapping.take("model.load_model")
+
+
+def _map_tokenizer(mapping: _Mapping) -> None:
+    if not mapping.has("data.tokenizer"):
+        return
+    name = mapping.get("data.tokenizer")
+    if name == "neox":
+        raise ConfigError(
+            mapping.where("data.tokenizer"),
+            "neox is not built in",
+            fix="download the GPT-NeoX tokenizer and give the path of its folder",
+        )
+    if name == "binidx":
+        mapping.is_older = True
+        mapping.take("data.tokenizer")
+        if mapping.has("data.source") and mapping.get("data.source") != "binidx":
+            mapping.put("data.source_data_dir", mapping.take("data.source"), "data.source")
+        mapping.put("data.source", "binidx", "data.tokenizer")
+        log_once(_logger, "data.tokenizer: binidx is now data.source: binidx with the path in data.source_data_dir")
+
+
+def _map_checkpoint_callback(mapping: _Mapping) -> None:
+    """Read a ModelCheckpoint block into `checkpoint:`; a key given there in the same source goes first."""
+    if not mapping.has("trainer.callbacks"):
+        return
+    callbacks = mapping.get("trainer.callbacks")
+    blocks = callbacks if isinstance(callbacks, list) else [callbacks]
+    kept = []
+    for block in blocks:
+        name = block.get("class_path", "") if isinstance(block, dict) else block
+        if isinstance(name, str) and name.rpartition(".")[2] == "ModelCheckpoint":
+            _read_checkpoint_block(mapping, (block.get("init_args") if isinstance(block, dict) else None) or {})
+        else:
+            kept.append(block)
+    if len(kept) == len(blocks):
+        return
+    mapping.values["trainer"]["callbacks"] = kept or None
+
+
+def _read_checkpoint_block(mapping: _Mapping, arguments: dict[str, Any]) -> None:
+    every_steps, top_k = arguments.get("every_n_train_steps"), arguments.get("save_top_k")
+    monitor = arguments.get("monitor")
+    read = {
+        "dir": arguments.get("dirpath"),
+        "every_steps": every_steps,
+        "keep": None if top_k is None else max(top_k, 0),
+        "best": True if monitor not in (None, "step") else None,
+    }
+    taken = {name: value for name, value in read.items() if value is not None}
+    for name, value in taken.items():
+        if not mapping.has(f"checkpoint.{name}"):
+            mapping.put(f"checkpoint.{name}", value, "trainer.callbacks")
+    said = ", ".join(f"{name}: {value}" for name, value in taken.items()) or "nothing set"
+    log_once(_logger, "the ModelCheckpoint callback is read as checkpoint: {%s}; its other settings have no effect", said)
+
+
+def _refuse_text_rechunk(mapping: _Mapping) -> None:
+    key = "data.text_rechunk_auto"
+    if not mapping.has(key):
+        return
+    value = mapping.take(key)
+    if value and mapping.has("data.source") and mapping.get("data.source") == "text":
+        problem = "text is not joined and cut into blocks of equal length here"
+        raise ConfigError(mapping.where(key), problem, fix=f"set it to false; {_USE_STREAM}")
+
+
+def _drop_older_key(mapping: _Mapping, key: str) -> None:
+    older = OLDER_KEYS.get(key)
+    if older is None:
+        if key.startswith(_PARTS_OF_FEATURES):
+            mapping.take(key)
+        return
+    mapping.is_older = True
+    value = mapping.take(key)
+    if older.fix and value not in older.harmless:
+        raise ConfigError(mapping.where(key), "this setting of the older trainer is not supported", fix=older.fix)
+    if older.say:
+        mapping.ignored.append(key)
+
+
+def _say_changed_meanings(mapping: _Mapping) -> None:
+    if mapping.has("model.weight_decay"):
+        log_once(
+            _logger,
+            "model.weight_decay: %s acts here (decoupled, on the large matrices); in the older trainer it had no effect",
+            mapping.get("model.weight_decay"),
+        )
+    if mapping.has("model.adam_eps"):
+        log_once(
+            _logger,
+            "model.adam_eps: %s is used as given; the official RWKV-7 value is 1e-18",
+            mapping.get("model.adam_eps"),
+        )
