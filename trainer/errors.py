@@ -9,6 +9,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "DistributedError",
+    "Interrupted",
     "KernelError",
     "NonFiniteError",
     "ResumeError",
@@ -100,3 +101,11 @@ class DistributedError(TrainerError):
     """The processes of a run could not start together or lost each other."""
 
     exit_code = 6
+
+
+class Interrupted(TrainerError):
+    """A signal ended the run, after a checkpoint where the text says so."""
+
+    def __init__(self, where: object, problem: str, *, exit_code: int) -> None:
+        super().__init__(where, problem)
+        self.exit_code = exit_code

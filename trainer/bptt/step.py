@@ -295,3 +295,37 @@ def run_step(
         result.labels += [(number, index) for index in run.labels]
         result.states.append(final if batch is not None else None)
     return result
+
+
+@torch.no_grad()
+def evaluate_step(
+    engine: Engine,
+    batches: Sequence[Batch],
+    options: StepOptions,
+    *,
+    device: torch.device,
+    gather: Callable[[list[float]], list[list[float]]],
+) -> tuple[float, float]:
+    """Summed weighted loss of this rank's documents, and the sum of weights, without gradients.
+
+    Ranks agree on the number of chunks as in `run_step`.
+    """
+    plan = StepPlan.agree(
+        [batch.lengths for batch in batches],
+        float(sum(batch.weight_BT.sum(dtype=torch.float64) for batch in batches)),
+        ctx_len=options.ctx_len,
+        window=1,
+        learning_range=-1,
+        num_micro=options.num_micro,
+        gather=gather,
+    )
+    losses = []
+    for number, micro in enumerate(plan.micro):
+        batch = batches[number] if number < len(batches) else None
+        run = _MicroRun(engine, batch, micro, 1.0, device)
+        state = engine.zero_state(len(batch.lengths) if batch is not None and batch.lengths else 1)
+        for index in range(len(micro.chunks)):
+            loss, state = run.evaluate(index, state)
+            losses.append(loss)
+    total = float(torch.stack(losses).sum(dtype=torch.float64)) if losses else 0.0
+    return total, float(sum(batch.weight_BT.sum(dtype=torch.float64) for batch in batches))

@@ -88,22 +88,22 @@ def _autograd(
 _wkv_forward.register_autograd(_autograd, setup_context=_setup_context)
 
 
-def choose_backend(wanted: str, device: torch.device, head_size: int) -> str:
-    """Backend that runs calls on `device`: `wanted`, or for `auto` the fastest that can.
+def choose_backend(wanted: str, r: Tensor) -> str:
+    """Backend that runs a call with an input like `r` [B, T, H, N]: `wanted`, or for `auto` the fastest that can.
 
     Raises:
         KernelError: if `wanted` is `cuda` and it cannot run, with the reason.
     """
     if wanted in ("chunked", "reference"):
         return wanted
-    reason = cuda.unavailable_reason(device, head_size)
+    reason = cuda.unavailable_reason(r)
     if reason is None:
         return "cuda"
     if wanted == "cuda":
         raise KernelError(
             "model.kernel", "the CUDA kernel cannot run", found="cuda", rule=reason, fix="set model.kernel: auto"
         )
-    if device.type == "cuda":
+    if r.is_cuda:
         log_once(_logger, "kernel=chunked (slow on a GPU): %s", reason)
     return "chunked"
 
@@ -137,17 +137,15 @@ def wkv7(
     if state is None:
         state = torch.zeros(batch, heads, size, size, dtype=state_dtype, device=r.device)
     state = state.to(state_dtype)
-    backend = choose_backend(backend, r.device, size)
+    dtype = r.dtype
+    inputs = [x.float() if dtype == torch.float16 else x for x in (r, w_raw, k, v, a, b)]
+    backend = choose_backend(backend, inputs[0])
     if backend == "reference":
-        return wkv7_reference(r, w_raw, k, v, a, b, state, reset)
+        y, state_out = wkv7_reference(*inputs, state, reset)
+        return y.to(dtype), state_out
     if tokens == 0:
         return torch.zeros_like(r), state.clone()
-    if backend == "cuda" and r.dtype == torch.float64:
-        backend = "chunked"
-    dtype = r.dtype
-    inputs = [x.contiguous() for x in (r, w_raw, k, v, a, b)]
-    if backend == "cuda" and dtype == torch.float16:
-        inputs = [x.float() for x in inputs]
+    inputs = [x.contiguous() for x in inputs]
     reset = None if reset is None else reset.contiguous()
     y, state_out, _ = _wkv_forward(*inputs, state.contiguous(), reset, backend, torch.is_grad_enabled())
     return y.to(dtype), state_out

@@ -1,0 +1,1 @@
+"""Training: the Lightning module, optimizer, schedule, strategies, checkpoints, progress."""

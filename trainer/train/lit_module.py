@@ -1,0 +1,331 @@
+"""The LightningModule: one `training_step` is one optimizer step, whatever the strategy."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer.bptt.step import StepOptions, StepResult, evaluate_step, run_step
+from trainer.checkpoint.read import read_weights
+from trainer.config import RunConfig
+from trainer.data.lanes import StepBatch
+from trainer.errors import NonFiniteError
+from trainer.logs import get_logger
+from trainer.model.init import init_weights
+from trainer.model.naming import ModelShape, canonical_weights
+from trainer.model.rwkv7 import RWKV7
+from trainer.model.state import ModelState
+from trainer.ops.loss import linear_cross_entropy
+from trainer.train.lane_states import LaneStates
+from trainer.train.optim import MasterAdamW, clip_by_global_norm, parameter_groups
+from trainer.train.schedule import Position, Schedule
+from trainer.train.strategy import StrategyEngine, is_deepspeed, load_weights, weight_dtype
+
+__all__ = ["LitRWKV7"]
+
+_logger = get_logger(__name__)
+
+
+class LitRWKV7(pl.LightningModule):
+    """RWKV-7 in training.
+
+    Args:
+        run: all settings.
+        shape: sizes of the model, as `trainer.train.run.resolve_shape` finds them.
+        max_tokens: tokens of the whole run, for the schedule and the time left; -1 = not known.
+    """
+
+    def __init__(self, run: RunConfig, shape: ModelShape, *, max_tokens: int = -1) -> None:
+        super().__init__()
+        self.run, self.shape = run, shape
+        self.automatic_optimization = False
+        self.schedule = Schedule.from_config(run.model, max_tokens=max_tokens, max_steps=run.max_steps)
+        self.progress: dict[str, int] = {"tokens": 0, "samples": 0, "tokens_at_warmup_end": 0}
+        self.data_position: dict[str, Any] | None = None
+        self.lanes = LaneStates()
+        self.bad_gradient: Tensor | None = None
+        self.last_metrics: dict[str, float] = {}
+        self.stop_signal = 0
+        """Number of the signal that asked this rank to stop; 0 = none."""
+        self.agreed_signal = 0
+        """The same, known to all ranks at the end of a step."""
+        self._validation = [0.0, 0.0]
+        self._initial: Mapping[str, Tensor] | None = None
+
+    # ---- building
+
+    def configure_model(self) -> None:
+        """Build the model and load its first weights (under ZeRO-3 inside DeepSpeed's sharding context)."""
+        if hasattr(self, "model"):
+            return
+        dtype = weight_dtype(self.run.precision)
+        with _default_dtype(dtype):
+            self.model = RWKV7(self.shape, self.run.model.kernel, self.run.model.grad_cp)
+        self._initial = self.initial_weights()
+        load_weights(self.model, self._initial)
+
+    def initial_weights(self) -> dict[str, Tensor]:
+        """Weights the run starts from, by official name, before rounding to the training dtype."""
+        path = self.run.model.load_model
+        if path is None:
+            return init_weights(self.shape, self.run.seed)
+        return canonical_weights(read_weights(path), path)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """AdamW with the official groups; under DeepSpeed its engine owns the master weights."""
+        groups = parameter_groups(self.model.named_parameters(), self.run.model)
+        model = self.run.model
+        if is_deepspeed(self.trainer.strategy):
+            betas = (model.beta1, model.beta2)
+            optimizer = torch.optim.AdamW(groups, lr=model.lr_init, betas=betas, eps=model.adam_eps)
+        else:
+            optimizer = MasterAdamW(groups, model, self._initial)
+        self._initial = None
+        return optimizer
+
+    # ---- forward
+
+    def forward(
+        self,
+        ids_BT: Tensor,
+        targets_BT: Tensor,
+        weight_BT: Tensor,
+        reset_BT: Tensor | None,
+        state: ModelState,
+        with_loss: bool,
+        l2wrap: float,
+    ) -> tuple[Tensor | None, ModelState]:
+        """Weighted loss of one chunk (None without `with_loss`) and the state after it.
+
+        This is the call that strategies wrap: see `StrategyEngine`.
+        """
+        hidden_BTC, state = self.model(ids_BT, state, reset_BT)
+        if not with_loss:
+            return None, state
+        loss = linear_cross_entropy(
+            hidden_BTC.flatten(0, 1),
+            self.model.head.weight,
+            targets_BT.flatten(),
+            weight_BT.flatten(),
+            l2wrap,
+            self.run.model.loss_chunk_rows,
+        )
+        return loss, state
+
+    # ---- training
+
+    def on_fit_start(self) -> None:
+        """Watch gradients where the strategy updates without showing them."""
+        if is_deepspeed(self.trainer.strategy):
+            StrategyEngine(self).watch_gradients()
+
+    @property
+    def position(self) -> Position:
+        """How far the run has come."""
+        return Position(self.global_step, self.progress["tokens"], self.progress["tokens_at_warmup_end"])
+
+    def step_options(self) -> StepOptions:
+        """What `trainer.bptt.step` needs of the settings."""
+        model, trainer = self.run.model, self.run.trainer
+        rows = trainer.target_batch_size
+        per_rank = trainer.microbatch_size if rows < 0 else -(-rows // self.trainer.world_size)
+        return StepOptions(
+            ctx_len=model.ctx_len,
+            window=model.bptt_window,
+            learning_range=model.bptt_learning_range,
+            host_memory_bytes=int(model.bptt_host_memory_gib * 2**30),
+            num_micro=max(1, -(-per_rank // trainer.microbatch_size)),
+            micro_rows=trainer.microbatch_size,
+        )
+
+    def training_step(self, batch: StepBatch, batch_idx: int) -> None:
+        """Gradients of all chunks, checks, clipping, update, metrics."""
+        optimizer = self.optimizers()
+        assert not isinstance(optimizer, list)
+        lr = self.schedule.lr(self.position)
+        for group in optimizer.param_groups:
+            group["lr"] = lr * group["lr_scale"]
+        engine = StrategyEngine(self)
+        states = [self.lanes.get(micro.lane_ids) for micro in batch.microbatches]
+        result = run_step(
+            engine,
+            batch.microbatches,
+            states,
+            self.step_options(),
+            device=self.device,
+            world_size=self.trainer.world_size,
+            gather=self.gather_numbers,
+        )
+        loss, tokens, samples = self._reduce_losses(result, batch)
+        if not torch.isfinite(torch.tensor(loss)):
+            self._stop_non_finite(result, batch)
+        norm = self._update(optimizer, engine)
+        for micro, state in zip(batch.microbatches, result.states, strict=False):
+            self.lanes.keep(micro.lane_ids, state)
+        self._count(tokens, samples, batch.position)
+        self._log_step(loss, norm, lr, result)
+
+    def _update(self, optimizer: Any, engine: StrategyEngine) -> float:
+        """Clip, check and apply the step's gradient; returns its global norm."""
+        if is_deepspeed(self.trainer.strategy):
+            engine.check_gradients()
+            optimizer.step()
+            return float(engine.wrapped.get_global_grad_norm() or 0.0)
+        inner = optimizer.optimizer
+        gradients = inner.gradients()
+        engine.average(list(gradients.values()))
+        norm = float(clip_by_global_norm(list(gradients.values()), self.run.model.grad_clip))
+        if not norm < float("inf"):
+            names = [name for name, grad in gradients.items() if not bool(torch.isfinite(grad).all())]
+            raise NonFiniteError(
+                f"step {self.global_step}", "the gradient is not finite", found=f"{len(names)} tensors, first {names[:1]}",
+                fix="lower model.lr_init or model.grad_clip, or look at the data of this step; the weights are unchanged",
+            )  # fmt: skip
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def _reduce_losses(self, result: StepResult, batch: StepBatch) -> tuple[float, int, int]:
+        """Mean loss, tokens and rows of the step over all ranks."""
+        local = float(torch.stack(result.losses).sum()) / self.trainer.world_size if result.losses else 0.0
+        rows = sum(len(micro.lengths) for micro in batch.microbatches)
+        ranks = self.gather_numbers([local, float(batch.num_tokens), float(rows), float(self.stop_signal)])
+        loss, tokens, samples, _ = (sum(column) for column in zip(*ranks, strict=True))
+        self.agreed_signal = int(max(rank[3] for rank in ranks))
+        return loss, int(tokens), int(samples)
+
+    def _count(self, tokens: int, samples: int, position: dict[str, Any]) -> None:
+        self.progress["tokens"] += tokens
+        self.progress["samples"] += samples
+        if self.global_step <= self.schedule.warmup_steps:
+            self.progress["tokens_at_warmup_end"] = self.progress["tokens"]
+        self.data_position = position
+
+    def _log_step(self, loss: float, norm: float, lr: float, result: StepResult) -> None:
+        self.last_metrics = {
+            "train/loss": loss,
+            "train/grad_norm": norm,
+            "train/lr": lr,
+            "train/tokens": self.progress["tokens"],
+        }
+        self.last_metrics["train/samples"] = self.progress["samples"]
+        for name, value in self.last_metrics.items():
+            self.log(name, float(value), rank_zero_only=True)
+        every = self.trainer.log_every_n_steps or 0
+        states = [state for state in result.states if state is not None]
+        if every and self.global_step % every == 0 and states:
+            for layer, entry in enumerate(states[-1]):
+                self.log(f"state/layer_{layer:02d}_wkv_norm", entry.wkv.norm(), rank_zero_only=True)
+
+    def gather_numbers(self, numbers: list[float]) -> list[list[float]]:
+        """Every rank's list of numbers, in rank order; one collective."""
+        if self.trainer.world_size == 1:
+            return [numbers]
+        own = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        all_ranks = [torch.empty_like(own) for _ in range(self.trainer.world_size)]
+        dist.all_gather(all_ranks, own)
+        return [rank.tolist() for rank in all_ranks]
+
+    # ---- faults
+
+    def _stop_non_finite(self, result: StepResult, batch: StepBatch) -> None:
+        """Say which chunk and layer went wrong first. Nothing has been updated."""
+        values = torch.stack(result.losses).tolist() if result.losses else []
+        bad = [label for label, value in zip(result.labels, values, strict=True) if not abs(value) < float("inf")]
+        if not bad:
+            raise NonFiniteError(f"step {self.global_step}", "the loss is not finite on another rank; see its message")
+        micro, chunk = min(bad)
+        layer = self._first_bad_layer(batch, micro, chunk)
+        raise NonFiniteError(
+            f"step {self.global_step}, micro-batch {micro}, chunk {chunk}",
+            "the loss is not finite",
+            found=f"first non-finite output in {layer}",
+            fix="lower model.lr_init or model.grad_clip, or look at the data of this step; the weights are unchanged",
+        )
+
+    @torch.no_grad()
+    def _first_bad_layer(self, batch: StepBatch, micro: int, chunk: int) -> str:
+        """Replay the rows up to the bad chunk and watch every block."""
+        rows, ctx_len = batch.microbatches[micro], self.run.model.ctx_len
+        state = self.lanes.get(rows.lane_ids) or StrategyEngine(self).zero_state(len(rows.lengths))
+        found: list[str] = []
+        watched = [
+            ("emb", self.model.emb),
+            *((f"blocks.{i}", b) for i, b in enumerate(self.model.blocks)),
+            ("ln_out", self.model.ln_out),
+        ]
+        hooks = [module.register_forward_hook(_watch(name, found)) for name, module in watched]
+        try:
+            for index in range(chunk + 1):
+                part = slice(index * ctx_len, (index + 1) * ctx_len)
+                ids, reset = rows.ids_BT[:, part].to(self.device), rows.reset_BT[:, part].to(self.device)
+                _, state = self.model(ids, state, reset)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return found[0] if found else "the head"
+
+    # ---- validation
+
+    def on_validation_epoch_start(self) -> None:
+        """Start a new mean."""
+        self._validation = [0.0, 0.0]
+
+    def validation_step(self, batch: StepBatch, batch_idx: int) -> None:
+        """Add one batch of whole documents to the mean loss per token."""
+        total, weight = evaluate_step(
+            StrategyEngine(self),
+            batch.microbatches,
+            self.step_options(),
+            device=self.device,
+            gather=self.gather_numbers,
+        )
+        self._validation[0] += total
+        self._validation[1] += weight
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the mean over all ranks."""
+        ranks = self.gather_numbers(self._validation)
+        total, weight = (sum(column) for column in zip(*ranks, strict=True))
+        mean = total / weight if weight else float("nan")
+        self.log("validation/loss", mean, rank_zero_only=True, prog_bar=True)
+        self.log("validation/perplexity", float(torch.tensor(mean).exp()), rank_zero_only=True)
+
+    # ---- checkpoints
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Counters and the data position, equal on all ranks; per-rank state is saved beside it."""
+        checkpoint["progress"] = dict(self.progress)
+        checkpoint["data_position"] = self.data_position
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Counters come back here, the data position through the data module."""
+        self.progress = dict(checkpoint["progress"])
+        self.data_position = checkpoint["data_position"]
+        self.trainer.datamodule.seek(self.data_position)
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Build parameters in `dtype`; a later cast would miss those that ZeRO-3 has sharded already."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _watch(name: str, found: list[str]) -> Any:
+    def hook(_module: object, _inputs: object, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) else output
+        if not bool(torch.isfinite(first).all()):
+            found.append(name)
+
+    return hook

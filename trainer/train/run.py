@@ -1,0 +1,272 @@
+"""From settings to a running trainer: what `fit`, `validate` and `--dry-run` do."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from trainer.checkpoint.atomic import prepare_directory, sweep
+from trainer.checkpoint.find import resolve_resume
+from trainer.checkpoint.lock import RunLock
+from trainer.checkpoint.read import peek_shape
+from trainer.checkpoint.verify import read_manifest
+from trainer.config import RunConfig
+from trainer.data.module import LanesDataModule
+from trainer.data.tokenizers import get_tokenizer
+from trainer.errors import ConfigError
+from trainer.logs import get_logger, mask_secrets
+from trainer.model.naming import ModelShape
+from trainer.ops.wkv7 import choose_backend
+from trainer.train.callbacks import MetricsFile, RunProgress, TokenLimit
+from trainer.train.checkpointing import Checkpointing, FolderCheckpointIO
+from trainer.train.lit_module import LitRWKV7
+from trainer.train.strategy import lightning_precision, make_strategy, weight_dtype
+
+__all__ = ["build_trainer", "dry_run", "execute", "resolve_shape"]
+
+_logger = get_logger(__name__)
+# Settings of ours that Lightning's Trainer does not know, or that we give it ourselves.
+_OURS = {"strategy", "precision", "callbacks", "plugins", "logger", "accumulate_grad_batches", "gradient_clip_val"}
+
+
+def resolve_shape(run: RunConfig) -> ModelShape:
+    """Sizes of the run's model: from its weight file, else from the settings and the official rules.
+
+    Raises:
+        ConfigError: if a size in the settings differs from the file.
+        CheckpointError: if the file cannot be read.
+    """
+    model = run.model
+    if model.load_model is None:
+        assert model.n_layer is not None
+        assert model.n_embd is not None
+        vocab = model.vocab_size or _vocab_rows(run)
+        return ModelShape.official(
+            model.n_layer, model.n_embd, vocab, head_size=model.head_size, dim_ffn=model.dim_ffn, ranks=model.lora_ranks
+        )
+    shape = peek_shape(Path(model.load_model))
+    for name in ("n_layer", "n_embd", "vocab_size", "dim_ffn"):
+        wanted, found = getattr(model, name), getattr(shape, name)
+        if wanted not in (None, -1) and wanted != found:
+            rule = f"{found}, as in {model.load_model}"
+            raise ConfigError(f"model.{name}", "differs from the weights", found=wanted, rule=rule, fix="leave it out")
+    return shape
+
+
+def _vocab_rows(run: RunConfig) -> int:
+    """Rows of a fresh embedding: ids of the tokenizer, rounded up to a multiple of 16; 65536 for `world`."""
+    if run.data.tokenizer == "world":
+        return 65536
+    tokenizer = get_tokenizer(run.data.tokenizer, world_add_endoftext_token=run.data.world_add_endoftext_token)
+    return -(-tokenizer.vocab_size // 16) * 16
+
+
+def _settings(run: RunConfig) -> dict[str, Any]:
+    """All settings without secrets, as plain values."""
+    masked = mask_secrets(dataclasses.asdict(run))
+    assert isinstance(masked, dict)
+    return masked
+
+
+def _digest(run: RunConfig, shape: ModelShape) -> str:
+    """Digest of what must not change when a run is resumed: the model's sizes."""
+    return hashlib.sha256(json.dumps(dataclasses.asdict(shape), sort_keys=True).encode()).hexdigest()
+
+
+def build_trainer(
+    run: RunConfig, trainer_arguments: dict[str, Any], *, directory: Path, callbacks: list[pl.Callback]
+) -> pl.Trainer:
+    """Lightning's Trainer with our strategy, precision, plug-ins and callbacks.
+
+    Args:
+        run: all settings.
+        trainer_arguments: Lightning's own arguments from the `trainer:` section.
+        directory: the run's folder.
+        callbacks: ours; those of the user are added.
+    """
+    arguments = {key: value for key, value in trainer_arguments.items() if key not in _OURS}
+    strategy = trainer_arguments.get("strategy")
+    uses_deepspeed = run.strategy.startswith("deepspeed")
+    arguments |= {
+        "strategy": strategy if isinstance(strategy, pl.strategies.Strategy) else make_strategy(run),
+        "precision": lightning_precision(run),
+        "callbacks": [*callbacks, *(trainer_arguments.get("callbacks") or [])],
+        "plugins": [*(trainer_arguments.get("plugins") or []), *([] if uses_deepspeed else [FolderCheckpointIO()])],
+        "logger": trainer_arguments.get("logger") or False,
+        "enable_checkpointing": False,
+        "enable_model_summary": False,
+        "use_distributed_sampler": False,
+        "num_sanity_val_steps": 0,
+        "max_steps": run.max_steps,
+        "max_epochs": run.max_epochs if run.max_epochs is not None else (1 if _is_unlimited(run) else -1),
+        "default_root_dir": str(directory),
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+        return pl.Trainer(**arguments)
+
+
+def _is_unlimited(run: RunConfig) -> bool:
+    return run.max_steps <= 0 and run.trainer.max_tokens <= 0
+
+
+def _say_plan(run: RunConfig, shape: ModelShape, trainer: pl.Trainer) -> None:
+    """The facts that a user wants to see before a long run."""
+    device = trainer.strategy.root_device
+    dtype = weight_dtype(run.precision)
+    probe = torch.empty(1, 16, shape.num_heads, shape.head_size, dtype=dtype, device=device)
+    backend = choose_backend(run.model.kernel, probe)
+    _logger.info(
+        "model=L%d-D%d vocab=%d parameters=%s kernel=%s device=%s",
+        shape.n_layer, shape.n_embd, shape.vocab_size, f"{shape.num_parameters():,}", backend, device,
+    )  # fmt: skip
+    _logger.info(
+        "strategy=%s weights=%s master=float32 moments=float32 gradients=float32 state=float32",
+        run.strategy, str(dtype).removeprefix("torch."),
+    ) if dtype != torch.float64 else _logger.info("strategy=%s everything=float64", run.strategy)  # fmt: skip
+    if run.precision == "bf16-mixed":
+        _logger.info("precision=bf16-mixed means bf16 weights with float32 masters; no autocast region is entered")
+    rows = (
+        run.trainer.target_batch_size
+        if run.trainer.target_batch_size > 0
+        else run.trainer.microbatch_size * trainer.world_size
+    )
+    _logger.info(
+        "batching=%s ctx_len=%d bptt_window=%s rows_per_step=%d microbatch=%d ranks=%d",
+        run.data.batching, run.model.ctx_len, run.model.bptt_window, rows, run.trainer.microbatch_size, trainer.world_size,
+    )  # fmt: skip
+
+
+def _say_changes(run: RunConfig, folder: Path) -> None:
+    """List the settings that differ from those of the checkpoint."""
+    before = read_manifest(folder).extra.get("settings")
+    if not isinstance(before, dict):
+        return
+    for section, values in _settings(run).items():
+        old = before.get(section)
+        if isinstance(values, dict) and isinstance(old, dict):
+            for key, value in values.items():
+                if key in old and json.loads(json.dumps(value)) != old[key]:
+                    _logger.warning("changed since %s: %s.%s %r -> %r", folder.name, section, key, old[key], value)
+
+
+def _max_tokens(run: RunConfig, tokens_per_epoch: int) -> int:
+    """Tokens of the whole run, by trainer.max_tokens and the number of epochs."""
+    limits = [run.trainer.max_tokens] if run.trainer.max_tokens > 0 else []
+    epochs = run.max_epochs if run.max_epochs is not None else (1 if _is_unlimited(run) else -1)
+    if epochs > 0:
+        limits.append(epochs * tokens_per_epoch)
+    return min(limits, default=-1)
+
+
+def execute(command: str, run: RunConfig, trainer_arguments: dict[str, Any]) -> None:
+    """Run `fit` or `validate` to its end.
+
+    Args:
+        command: `fit` or `validate`.
+        run: all settings, checked.
+        trainer_arguments: Lightning's own Trainer arguments.
+
+    Raises:
+        TrainerError: whatever a user can act on, with its exit code.
+    """
+    shape = resolve_shape(run)
+    pl.seed_everything(run.seed, verbose=False)
+    if torch.cuda.is_available():
+        torch.set_float32_matmul_precision("high" if run.precision.startswith("bf16") else "highest")
+    assert run.checkpoint.dir is not None
+    directory = Path(run.checkpoint.dir)
+    resumed_from = resolve_resume(run.resume, directory)
+    data = LanesDataModule(run, shape.vocab_size)
+    if command == "validate":
+        _validate(run, shape, trainer_arguments, data, resumed_from)
+        return
+    prepare_directory(directory)
+    lock = RunLock(directory) if pl.utilities.rank_zero.rank_zero_only.rank == 0 else None
+    if lock is not None:
+        lock.acquire()
+    try:
+        if lock is not None:
+            sweep(directory)
+        _fit(run, shape, trainer_arguments, data, directory, resumed_from)
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def _fit(
+    run: RunConfig,
+    shape: ModelShape,
+    trainer_arguments: dict[str, Any],
+    data: LanesDataModule,
+    directory: Path,
+    resumed_from: Path | None,
+) -> None:
+    checkpointing = Checkpointing(run.checkpoint, directory, _digest(run, shape), _settings(run), resumed_from)
+    # The metrics line of a step is written before its checkpoint, so that a resumed run has every line.
+    callbacks: list[pl.Callback] = [MetricsFile(directory), RunProgress(), checkpointing]
+    if run.trainer.max_tokens > 0:
+        callbacks.append(TokenLimit(run.trainer.max_tokens))
+    trainer = build_trainer(run, trainer_arguments, directory=directory, callbacks=callbacks)
+    if trainer.is_global_zero:
+        data.prepare_data()
+    data.setup("fit")
+    data.trainer = trainer
+    lanes = data.train_dataloader()
+    module = LitRWKV7(run, shape, max_tokens=_max_tokens(run, lanes.total_trained_tokens))
+    _say_plan(run, shape, trainer)
+    if resumed_from is not None:
+        manifest = read_manifest(resumed_from)
+        if manifest.config_digest != _digest(run, shape):
+            raise ConfigError("resume", "the checkpoint is of a model of other sizes", found=str(resumed_from))
+        _say_changes(run, resumed_from)
+    trainer.fit(module, datamodule=data, ckpt_path=None if resumed_from is None else str(resumed_from))
+
+
+def _validate(
+    run: RunConfig, shape: ModelShape, trainer_arguments: dict[str, Any], data: LanesDataModule, folder: Path | None
+) -> None:
+    source = str(folder) if folder is not None else run.model.load_model
+    if source is None:
+        raise ConfigError("model.load_model", "nothing to validate", fix="give model.load_model, or resume: auto")
+    weights = dataclasses.replace(run.model, load_model=source)
+    run = dataclasses.replace(run, model=weights)
+    trainer = build_trainer(run, trainer_arguments, directory=Path("."), callbacks=[RunProgress()])
+    module = LitRWKV7(run, shape)
+    _say_plan(run, shape, trainer)
+    trainer.validate(module, datamodule=data, verbose=False)
+    for name in ("validation/loss", "validation/perplexity"):
+        _logger.info("%s=%.6f", name, float(trainer.callback_metrics[name]))
+
+
+def dry_run(run: RunConfig) -> None:
+    """Say what a run would do and need, without touching data or a GPU."""
+    shape = resolve_shape(run)
+    width = 2 if run.precision.startswith("bf16") else 4
+    num = shape.num_parameters()
+    masters = 4 * num if width == 2 else 0
+    rows, ctx = run.trainer.microbatch_size, run.model.ctx_len
+    kept = 2 if run.model.grad_cp else 40
+    parts = {
+        "weights": width * num,
+        "masters": masters,
+        "moments": 8 * num,
+        "gradients": 4 * num,
+        "activations of one chunk": kept * width * rows * ctx * shape.n_embd * shape.n_layer,
+        "logits slice": 3 * 4 * min(run.model.loss_chunk_rows, rows * ctx) * shape.vocab_size,
+    }
+    _logger.info("model=L%d-D%d vocab=%d parameters=%s", shape.n_layer, shape.n_embd, shape.vocab_size, f"{num:,}")
+    for name, size in parts.items():
+        _logger.info("memory estimate: %-26s %8.2f GiB", name, size / 2**30)
+    _logger.info(
+        "memory estimate: %-26s %8.2f GiB per process, whatever the documents' length",
+        "sum",
+        sum(parts.values()) / 2**30,
+    )
