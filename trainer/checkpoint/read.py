@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import re
+import sys
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -83,7 +85,7 @@ def _check_zip(path: Path, size: int, *, check_content: bool) -> None:
             elif check_content:
                 _check_entries(path, archive)
     except zipfile.BadZipFile as err:
-        problem = f"truncated or damaged: {size} bytes, {err}"
+        problem = f"truncated or damaged: {size} bytes without a valid zip directory"
         raise CheckpointError(path, problem, fix=_DAMAGED) from err
     except OSError as err:
         raise CheckpointError(path, f"cannot be read: {err.strerror}") from err
@@ -168,7 +170,9 @@ def _read_zero_folder(folder: Path) -> dict[str, Tensor]:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     try:
-        return dict(get_fp32_state_dict_from_zero_checkpoint(str(folder)))
+        # DeepSpeed reports its progress on stdout, which belongs to our programmes' results.
+        with contextlib.redirect_stdout(sys.stderr):
+            return dict(get_fp32_state_dict_from_zero_checkpoint(str(folder)))
     except (OSError, *_MALFORMED) as err:
         raise CheckpointError(folder, f"DeepSpeed cannot merge its shards: {err}") from err
 
