@@ -77,7 +77,7 @@ class BinIdx(FlatStore):
 
 
 def _read_index(file: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
-    """dtype of the ids, sizes i32 [items], pointers i64 [items] and document starts i64 [documents + 1]."""
+    """Dtype of the ids, sizes i32 [items], pointers i64 [items] and document starts i64 [documents + 1]."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         header = stream.read(_HEADER.size)
@@ -106,7 +106,10 @@ def _read_index(file: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarra
     document_start = pointer_start + 8 * items
     item_of_document = content[document_start:].view("<i8")
     _check_documents(file, item_of_document, items)
-    sizes, pointers = content[_HEADER.size : pointer_start].view("<i4"), content[pointer_start:document_start].view("<i8")
+    sizes, pointers = (
+        content[_HEADER.size : pointer_start].view("<i4"),
+        content[pointer_start:document_start].view("<i8"),
+    )
     return np.dtype(_CODES[code]), sizes, pointers, item_of_document
 
 
@@ -122,9 +125,7 @@ def _check_documents(file: Path, item_of_document: np.ndarray, items: int) -> No
         raise DataError(file, f"document entry {entry} lies before the one in front of it")
 
 
-def _check_layout(
-    idx_file: Path, bin_file: Path, dtype: np.dtype, sizes: np.ndarray, pointers: np.ndarray
-) -> int:
+def _check_layout(idx_file: Path, bin_file: Path, dtype: np.dtype, sizes: np.ndarray, pointers: np.ndarray) -> int:
     """Check that items lie end to end and fill the .bin file; returns its bytes."""
     end = 0
     for start in range(0, len(sizes), _CHECK_BLOCK):
@@ -138,7 +139,9 @@ def _check_layout(
             item = start + int(np.argmax(wrong))
             expected = int((ends - block * dtype.itemsize)[item - start])
             raise DataError(
-                idx_file, f"item {item} does not start where the one before it ends", found=int(pointers[item]),
+                idx_file,
+                f"item {item} does not start where the one before it ends",
+                found=int(pointers[item]),
                 rule=f"byte {expected}",
             )
         end = int(ends[-1])
@@ -167,7 +170,8 @@ class BinIdxWriter:
         self._sizes: list[int] = []
         self._item_of_document = [0]
         self._temporary = {
-            suffix: self._prefix.with_name(f".{self._prefix.name}{suffix}.tmp-{os.getpid()}") for suffix in (".bin", ".idx")
+            suffix: self._prefix.with_name(f".{self._prefix.name}{suffix}.tmp-{os.getpid()}")
+            for suffix in (".bin", ".idx")
         }
         try:
             self._stream: BinaryIO = self._temporary[".bin"].open("wb")
@@ -177,7 +181,9 @@ class BinIdxWriter:
     def __enter__(self) -> BinIdxWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if kind is None:
             self.close()
         else:

@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -21,7 +21,16 @@ from trainer.logs import get_logger, log_once
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["ArrowStore", "FlatStore", "SubsetStore", "TokenStore", "check_token_ids", "open_store", "read_arrow_batches"]
+__all__ = [
+    "ArrowStore",
+    "FlatStore",
+    "SubsetStore",
+    "TokenStore",
+    "check_token_ids",
+    "open_store",
+    "read_arrow_batches",
+    "saved_files",
+]
 
 _BLOCK_TOKENS = 1 << 22
 _DIGEST_ALL_TOKENS = 1 << 25
@@ -219,9 +228,7 @@ class ArrowStore(FlatStore):
                 masks = [*masks, mask] if masks else [mask]
         if masks and len(masks) != len(segments):
             raise DataError(self._folder, "some files have a loss mask and others have none")
-        super().__init__(
-            str(self._folder), segments, np.concatenate(sizes) if sizes else np.zeros(0, np.int64), masks
-        )
+        super().__init__(str(self._folder), segments, np.concatenate(sizes) if sizes else np.zeros(0, np.int64), masks)
 
     def __reduce__(self) -> tuple[Callable[..., ArrowStore], tuple[Path]]:
         return type(self), (self._folder,)
@@ -374,9 +381,3 @@ def _locate(store: TokenStore, position: int) -> tuple[int, int]:
     ends = np.cumsum(store.sizes)
     document = int(np.searchsorted(ends, position, side="right"))
     return document, position - int(ends[document] - store.sizes[document])
-
-
-def describe(store: TokenStore) -> dict[str, Any]:
-    """Counts of a store for logs and manifests: documents, tokens, longest document."""
-    longest = int(store.sizes.max()) if store.num_documents else 0
-    return {"documents": store.num_documents, "tokens": store.num_tokens, "longest": longest}

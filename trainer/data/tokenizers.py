@@ -337,7 +337,7 @@ class HuggingFaceTokenizer:
         try:
             self._core, vocabulary = _fast_tokenizer(file) if file.is_file() else _transformers_tokenizer(path)
         # Both libraries raise bare Exception for malformed files.
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             raise ConfigError(
                 "data.tokenizer",
                 f"{path} cannot be read as a tokenizer ({error})",
