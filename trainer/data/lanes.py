@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,17 +37,34 @@ __all__ = ["LanePlan", "Lanes", "StepBatch", "ValidationLanes"]
 logger = get_logger(__name__)
 
 
-class StepBatch(NamedTuple):
-    """All that one rank trains in one optimizer step."""
+class StepBatch:
+    """All that one rank trains in one optimizer step.
 
-    microbatches: tuple[Batch, ...]
-    """Empty if the rank has no rows in this step (the last, short step of an epoch of documents)."""
-    epoch: int
-    """Counted from 0."""
-    step_in_epoch: int
-    """Counted from 0."""
-    num_tokens: int
-    """Input tokens of this rank in this step; padding is not counted."""
+    A plain class on purpose. Lightning looks into tuples, dicts and dataclasses and casts their floating
+    tensors to the training precision: token weights in bf16 no longer sum up to the number of tokens.
+
+    Args:
+        microbatches: see the attribute.
+        epoch: see the attribute.
+        step_in_epoch: see the attribute.
+        position: see the attribute.
+    """
+
+    __slots__ = ("epoch", "microbatches", "num_tokens", "position", "step_in_epoch")
+
+    def __init__(
+        self, microbatches: tuple[Batch, ...], epoch: int, step_in_epoch: int, position: dict[str, Any] | None = None
+    ) -> None:
+        self.microbatches = microbatches
+        """Empty if the rank has no rows in this step (the last, short step of an epoch of documents)."""
+        self.epoch = epoch
+        """Counted from 0."""
+        self.step_in_epoch = step_in_epoch
+        """Counted from 0."""
+        self.num_tokens = sum(sum(batch.lengths) for batch in microbatches)
+        """Input tokens of this rank in this step; padding is not counted."""
+        self.position = position
+        """What `Lanes.state_dict` gives once this step is handed out; None in validation."""
 
 
 class Lanes:
@@ -71,6 +88,7 @@ class Lanes:
     def __init__(self, store: TokenStore, data: DataConfig, plan: LanePlan) -> None:
         self._store, self._data, self._plan = store, data, plan
         self._order = _make_order(store, data, plan)
+        self._order_settings = _order_settings(store, data, plan)
         self._position = self._order.first()
         self.num_skipped_documents = 0 if data.batching == "windows" else int((store.sizes < 2).sum())
         if self.num_skipped_documents:
@@ -86,30 +104,22 @@ class Lanes:
         return self._order.steps_per_epoch
 
     def __iter__(self) -> Iterator[StepBatch]:
-        built = _build_epoch(self._store, self._order, self._position)
-        pin_memory = self._data.dataloader_pin_memory and torch.cuda.is_available()
-        for step, after in _ahead(built, self._data.dataloader_prefetch_factor, pin_memory=pin_memory):
+        built = (
+            (StepBatch(batches, at.epoch, at.step, self._state_at(after)), after)
+            for batches, at, after in _build_epoch(self._store, self._order, self._position)
+        )
+        for step, after in _ahead(built, self._data):
             self._position = after
             yield step
 
-    def state_dict(self) -> dict[str, object]:
+    def state_dict(self) -> dict[str, Any]:
         """Position after the last step handed out: global, equal on every rank, JSON, small.
 
         Steps that were prepared ahead and not handed out do not count.
         """
-        position = self._position
-        state: dict[str, object] = {
-            "epoch": position.epoch,
-            "step_in_epoch": position.step,
-            "order": self._order_settings(),
-        }
-        if position.lanes is not None:
-            lanes = position.lanes
-            state["next_in_queue"] = lanes.next_in_queue
-            state["lanes"] = np.stack([lanes.numbers, lanes.offsets], axis=1).tolist()
-        return state
+        return self._state_at(self._position)
 
-    def load_state_dict(self, state: dict[str, object]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a position that `state_dict` gave, on any number of ranks.
 
         The number of ranks, the micro-batch size, prefetching and, except in `windows`, ctx_len may differ.
@@ -118,7 +128,7 @@ class Lanes:
             ConfigError: if a setting that decides the order differs from the checkpoint's.
             CheckpointError: if the state is not one of ours.
         """
-        _check_order_settings(state.get("order"), self._order_settings())
+        _check_order_settings(state.get("order"), self._order_settings)
         try:
             self._position = self._read_position(state)
         except (KeyError, TypeError, ValueError, IndexError, OverflowError) as err:
@@ -133,19 +143,17 @@ class Lanes:
         lanes = np.array(state["lanes"], np.int64).reshape(self._plan.rows_per_step, 2)
         return self._order.resume(position, int(state["next_in_queue"]), lanes[:, 0].copy(), lanes[:, 1].copy())
 
-    def _order_settings(self) -> dict[str, object]:
-        """The settings that decide which tokens a position means, by their names in the config."""
-        settings: dict[str, object] = {
-            "data.batching": self._data.batching,
-            "data.data_path": self._store.digest,
-            "trainer.target_batch_size": self._plan.rows_per_step,
+    def _state_at(self, position: Position) -> dict[str, Any]:
+        state: dict[str, Any] = {
+            "epoch": position.epoch,
+            "step_in_epoch": position.step,
+            "order": dict(self._order_settings),
         }
-        if self._data.batching == "windows":
-            return settings | {"model.ctx_len": self._plan.ctx_len}
-        return settings | {
-            "data.dataloader_shuffle_training": self._data.dataloader_shuffle_training,
-            "trainer.deterministic_order_seed": self._plan.seed,
-        }
+        if position.lanes is not None:
+            lanes = position.lanes
+            state["next_in_queue"] = lanes.next_in_queue
+            state["lanes"] = np.stack([lanes.numbers, lanes.offsets], axis=1).tolist()
+        return state
 
 
 class ValidationLanes:
@@ -169,9 +177,11 @@ class ValidationLanes:
         return self._order.steps_per_epoch
 
     def __iter__(self) -> Iterator[StepBatch]:
-        built = _build_epoch(self._store, self._order, self._order.first())
-        pin_memory = self._data.dataloader_pin_memory and torch.cuda.is_available()
-        for step, _ in _ahead(built, self._data.dataloader_prefetch_factor, pin_memory=pin_memory):
+        built = (
+            (StepBatch(batches, at.epoch, at.step), after)
+            for batches, at, after in _build_epoch(self._store, self._order, self._order.first())
+        )
+        for step, _ in _ahead(built, self._data):
             yield step
 
 
@@ -182,6 +192,21 @@ def _make_order(store: TokenStore, data: DataConfig, plan: LanePlan) -> BatchOrd
     if data.batching == "stream":
         return StreamOrder(store.sizes, plan, data.chunks_per_step * plan.ctx_len, shuffle=shuffle)
     return DocumentOrder(store.sizes, plan, shuffle=shuffle)
+
+
+def _order_settings(store: TokenStore, data: DataConfig, plan: LanePlan) -> dict[str, object]:
+    """The settings that decide which tokens a position means, by their names in the config."""
+    settings: dict[str, object] = {
+        "data.batching": data.batching,
+        "data.data_path": store.digest,
+        "trainer.target_batch_size": plan.rows_per_step,
+    }
+    if data.batching == "windows":
+        return settings | {"model.ctx_len": plan.ctx_len}
+    return settings | {
+        "data.dataloader_shuffle_training": data.dataloader_shuffle_training,
+        "trainer.deterministic_order_seed": plan.seed,
+    }
 
 
 def _check_order_settings(saved: object, current: dict[str, object]) -> None:
@@ -198,14 +223,14 @@ def _check_order_settings(saved: object, current: dict[str, object]) -> None:
             )
 
 
-def _build_epoch(store: TokenStore, order: BatchOrder, position: Position) -> Iterator[tuple[StepBatch, Position]]:
-    """The steps from `position` to the end of its epoch, each with the position after it."""
+def _build_epoch(
+    store: TokenStore, order: BatchOrder, position: Position
+) -> Iterator[tuple[tuple[Batch, ...], Position, Position]]:
+    """The steps from `position` to the end of its epoch, each with its position and the one after it."""
     epoch = position.epoch
     while position.epoch == epoch:
         micro_rows, after = order.step(position)
-        batches = tuple(_build_batch(store, micro) for micro in micro_rows)
-        num_tokens = sum(sum(batch.lengths) for batch in batches)
-        yield StepBatch(batches, epoch, position.step, num_tokens), after
+        yield tuple(_build_batch(store, micro) for micro in micro_rows), position, after
         position = after
 
 
@@ -241,24 +266,23 @@ def _fill_row(store: TokenStore, row: Row, arrays: Sequence[NDArray[Any]]) -> No
         at += num
 
 
-def _ahead(
-    built: Iterator[tuple[StepBatch, Position]], depth: int, *, pin_memory: bool
-) -> Iterator[tuple[StepBatch, Position]]:
-    """The same items, `depth` of them prepared ahead by one background thread.
+def _ahead(built: Iterator[tuple[StepBatch, Position]], data: DataConfig) -> Iterator[tuple[StepBatch, Position]]:
+    """The same items, some of them prepared ahead by one background thread, and pinned if there is a GPU.
 
     An error surfaces where its item would have come. Dropping this iterator ends the thread after the item
     that it is working on.
     """
+    pin_memory = data.dataloader_pin_memory and torch.cuda.is_available()
     if pin_memory:
         built = ((_pin_memory(step), after) for step, after in built)
-    if depth == 0:
+    if data.dataloader_prefetch_factor == 0:
         yield from built
         return
     # A thread starts on GPU 0; pinning from there would open a second context on it for every process.
     use_device = partial(torch.cuda.set_device, torch.cuda.current_device()) if pin_memory else None
     pool = ThreadPoolExecutor(1, "prefetch", use_device)
     try:
-        pending = deque(pool.submit(next, built, None) for _ in range(depth))
+        pending = deque(pool.submit(next, built, None) for _ in range(data.dataloader_prefetch_factor))
         while (item := pending.popleft().result()) is not None:
             pending.append(pool.submit(next, built, None))
             yield item
@@ -267,14 +291,13 @@ def _ahead(
 
 
 def _pin_memory(step: StepBatch) -> StepBatch:
-    return step._replace(
-        microbatches=tuple(
-            batch._replace(
-                ids_BT=batch.ids_BT.pin_memory(),
-                targets_BT=batch.targets_BT.pin_memory(),
-                weight_BT=batch.weight_BT.pin_memory(),
-                reset_BT=batch.reset_BT.pin_memory(),
-            )
-            for batch in step.microbatches
+    step.microbatches = tuple(
+        batch._replace(
+            ids_BT=batch.ids_BT.pin_memory(),
+            targets_BT=batch.targets_BT.pin_memory(),
+            weight_BT=batch.weight_BT.pin_memory(),
+            reset_BT=batch.reset_BT.pin_memory(),
         )
+        for batch in step.microbatches
     )
+    return step

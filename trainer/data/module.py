@@ -1,0 +1,122 @@
+"""The data set of a run as a Lightning data module: prepared once, opened on every rank, resumed exactly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from trainer.config.schema import RunConfig
+from trainer.data.lanes import LanePlan, Lanes, StepBatch, ValidationLanes
+from trainer.data.prepare import open_prepared, prepare
+from trainer.data.store import TokenStore
+from trainer.errors import DataError
+
+__all__ = ["LanesDataModule"]
+
+
+class LanesDataModule(pl.LightningDataModule):
+    """Training and validation batches of a run.
+
+    Args:
+        run: all settings.
+        vocab_size: rows of the model's embedding; every token id must be below it.
+    """
+
+    def __init__(self, run: RunConfig, vocab_size: int) -> None:
+        super().__init__()
+        self.manifest: Any = None
+        """Manifest of the prepared data set, after `setup`."""
+        self._run, self._vocab_size = run, vocab_size
+        self._train: TokenStore | None = None
+        self._validation: TokenStore | None = None
+        self._lanes: Lanes | None = None
+        self._position: dict[str, Any] | None = None
+
+    def prepare_data(self) -> None:
+        """Build the data set if needed; Lightning calls this on one process of each machine."""
+        prepare(self._run.data, **self._checks())
+
+    def setup(self, stage: str) -> None:
+        """Open the prepared data set; its token ids are checked against vocab_size.
+
+        Raises:
+            DataError: if the data set is missing, damaged or of another vocabulary, or if there is nothing
+                to validate on and `stage` is `validate`.
+        """
+        if self._train is None:
+            self._train, self._validation, self.manifest = open_prepared(self._run.data, **self._checks())
+        if self._validation is not None:
+            return
+        if stage == "validate":
+            raise DataError(
+                "data.test_split",
+                "the prepared data set has no validation documents",
+                fix="set it above 0 and prepare the data set again",
+            )
+        if self.trainer:
+            # Lightning warns of a loader of length zero; this is how to say that none is wanted.
+            self.trainer.limit_val_batches = 0
+
+    def train_dataloader(self) -> Lanes:
+        """The training set, at the position given to `seek`, else at its start."""
+        assert self._train is not None
+        if self._lanes is None:
+            self._lanes = Lanes(self._train, self._run.data, self._plan())
+            self.seek(self._position)
+            self._position = None
+        return self._lanes
+
+    def val_dataloader(self) -> ValidationLanes:
+        """The validation set, which `setup` found."""
+        assert self._validation is not None
+        return ValidationLanes(self._validation, self._run.data, self._plan())
+
+    def seek(self, position: dict[str, Any] | None) -> None:
+        """Let training continue at a `StepBatch.position`, now or when the lanes are made. None: no change.
+
+        A resume from a Lightning checkpoint does this by itself, see `load_state_dict`.
+        """
+        if position is None:
+            return
+        if self._lanes is None:
+            self._position = position
+        else:
+            self._lanes.load_state_dict(position)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position after the last step handed out, for Lightning's checkpoint; {} before training."""
+        return self._lanes.state_dict() if self._lanes is not None else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Seek to a saved position.
+
+        Lightning restores the loader's own state too, but leaves it out for a checkpoint from the end of an
+        epoch (tried with 2.6.6: training would start again with the first epoch's documents).
+        """
+        self.seek(state)
+
+    def teardown(self, stage: str) -> None:
+        """Forget the position: another fit of this process starts anew unless it resumes."""
+        self._lanes = self._position = None
+
+    def transfer_batch_to_device(self, batch: StepBatch, device: torch.device, dataloader_idx: int) -> StepBatch:
+        """The batch as it is: the step loop moves it to the device chunk by chunk."""
+        return batch
+
+    def _checks(self) -> dict[str, int]:
+        return {"seed": self._run.trainer.deterministic_order_seed, "vocab_size": self._vocab_size}
+
+    def _plan(self) -> LanePlan:
+        settings, trainer = self._run.trainer, self.trainer
+        world_size = trainer.world_size if trainer else 1
+        rows = settings.target_batch_size
+        return LanePlan(
+            world_size=world_size,
+            rank=trainer.global_rank if trainer else 0,
+            rows_per_step=settings.microbatch_size * world_size if rows == -1 else rows,
+            microbatch_size=settings.microbatch_size,
+            ctx_len=self._run.model.ctx_len,
+            seed=settings.deterministic_order_seed,
+        )
