@@ -21,6 +21,8 @@ try:
     import pytest
 except ImportError:  # the file is also a program, for machines with PyTorch alone
     pytest = None
+
+if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from trainer.ops.wkv7 import cuda
@@ -482,7 +484,9 @@ def main() -> int:
         name = f"{check.__name__}{arguments or ''}"
         report(f"{'FAIL' if failed else 'PASS'} {name}: {len(rows)} values, {time.monotonic() - began:.1f} s")
         for dtype in ("float32", "bfloat16"):
-            errors = {row.name.split()[-1]: row.value for row in rows if dtype in row.name and row.name.endswith(OUTPUTS)}
+            errors = {
+                row.name.split()[-1]: row.value for row in rows if dtype in row.name and row.name.endswith(OUTPUTS)
+            }
             if errors:
                 report(f"    {dtype:8s} " + " ".join(f"{key}={value:.1e}" for key, value in errors.items()))
         for row in failed[:20]:

@@ -36,7 +36,6 @@ __all__ = [
     "cache_dir",
     "compile_sources",
     "find_nvcc",
-    "is_compiled",
     "load_library",
     "parse_resources",
     "resource_usage",
@@ -44,6 +43,7 @@ __all__ = [
 
 _SOURCES = Path(__file__).resolve().parents[3] / "kernels" / "wkv7"
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-Xcompiler", "-fPIC", "-Xptxas", "-v", "--threads", "0")
+_DEFAULT_NVCC = Path("/usr/local/cuda/bin/nvcc")
 _COMPILE_TIMEOUT_S = 1800
 _QUIET_WAIT_S = 3.0
 _FALLBACK = "install the CUDA toolkit or set CUDA_HOME to it, or set model.kernel: chunked"
@@ -76,7 +76,7 @@ def find_nvcc() -> Path | None:
     candidates = [Path(home) / "bin" / "nvcc"] if home else []
     on_path = shutil.which("nvcc")
     candidates += [Path(on_path)] if on_path else []
-    candidates.append(Path("/usr/local/cuda/bin/nvcc"))
+    candidates.append(_DEFAULT_NVCC)
     return next((path for path in candidates if os.access(path, os.X_OK) and path.is_file()), None)
 
 
@@ -119,11 +119,6 @@ def compile_sources(archs: Iterable[int]) -> Path:
             fix="set RWKV_KERNEL_CACHE to a writable folder",
         ) from error
     return target.path
-
-
-def is_compiled(archs: Iterable[int]) -> bool:
-    """Whether `compile_sources` would find its result in the cache."""
-    return find_nvcc() is not None and _is_whole(_target(archs).path)
 
 
 @functools.cache
