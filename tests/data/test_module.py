@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import zlib
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import numpy as np
@@ -143,6 +144,19 @@ def test_seek_puts_training_at_a_position(prepared):
         assert [step.step_in_epoch for step in data.train_dataloader()] == list(range(2, len(steps)))
         data.teardown("fit")
         assert next(iter(data.train_dataloader())).step_in_epoch == 0
+
+
+def test_a_rank_that_is_known_late_gets_its_own_rows_at_the_same_position(prepared):
+    run = make_run(batching="stream")
+    data = LanesDataModule(run, VOCAB_SIZE)
+    data.setup("fit")
+    early = data.train_dataloader()
+    assert data.train_dataloader() is early
+    step = next(iter(early))
+    data.trainer = SimpleNamespace(world_size=2, global_rank=1)
+    late = data.train_dataloader()
+    assert late.state_dict() == step.position
+    assert [batch.lane_ids for batch in next(iter(late)).microbatches] == [(1,)]
 
 
 def test_data_is_prepared_once_and_its_manifest_kept(prepared):

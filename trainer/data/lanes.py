@@ -86,7 +86,9 @@ class Lanes:
     """
 
     def __init__(self, store: TokenStore, data: DataConfig, plan: LanePlan) -> None:
-        self._store, self._data, self._plan = store, data, plan
+        self.plan = plan
+        """How rows are shared out."""
+        self._store, self._data = store, data
         self._order = _make_order(store, data, plan)
         self._order_settings = _order_settings(store, data, plan)
         self._position = self._order.first()
@@ -140,7 +142,7 @@ class Lanes:
             raise ValueError(f"step {position.step} of epoch {position.epoch}, which has {len(self)} steps")
         if not isinstance(self._order, StreamOrder):
             return position
-        lanes = np.array(state["lanes"], np.int64).reshape(self._plan.rows_per_step, 2)
+        lanes = np.array(state["lanes"], np.int64).reshape(self.plan.rows_per_step, 2)
         return self._order.resume(position, int(state["next_in_queue"]), lanes[:, 0].copy(), lanes[:, 1].copy())
 
     def _state_at(self, position: Position) -> dict[str, Any]:

@@ -36,7 +36,7 @@ class LanesDataModule(pl.LightningDataModule):
 
     def prepare_data(self) -> None:
         """Build the data set if needed; Lightning calls this on one process of each machine."""
-        prepare(self._run.data, **self._checks())
+        prepare(self._run.data, seed=self._run.trainer.deterministic_order_seed, vocab_size=self._vocab_size)
 
     def setup(self, stage: str) -> None:
         """Open the prepared data set; its token ids are checked against vocab_size.
@@ -46,7 +46,9 @@ class LanesDataModule(pl.LightningDataModule):
                 to validate on and `stage` is `validate`.
         """
         if self._train is None:
-            self._train, self._validation, self.manifest = open_prepared(self._run.data, **self._checks())
+            self._train, self._validation, self.manifest = open_prepared(
+                self._run.data, seed=self._run.trainer.deterministic_order_seed, vocab_size=self._vocab_size
+            )
         if self._validation is not None:
             return
         if stage == "validate":
@@ -60,11 +62,14 @@ class LanesDataModule(pl.LightningDataModule):
             self.trainer.limit_val_batches = 0
 
     def train_dataloader(self) -> Lanes:
-        """The training set, at the position given to `seek`, else at its start."""
+        """The training set, at the position given to `seek`, else at its start; the same object each time."""
         assert self._train is not None
-        if self._lanes is None:
-            self._lanes = Lanes(self._train, self._run.data, self._plan())
-            self.seek(self._position)
+        plan = self._plan()
+        # A launcher may have given this process its rank after the first call.
+        if self._lanes is None or self._lanes.plan != plan:
+            position = self._position if self._lanes is None else self._lanes.state_dict()
+            self._lanes = Lanes(self._train, self._run.data, plan)
+            self.seek(position)
             self._position = None
         return self._lanes
 
@@ -104,9 +109,6 @@ class LanesDataModule(pl.LightningDataModule):
     def transfer_batch_to_device(self, batch: StepBatch, device: torch.device, dataloader_idx: int) -> StepBatch:
         """The batch as it is: the step loop moves it to the device chunk by chunk."""
         return batch
-
-    def _checks(self) -> dict[str, int]:
-        return {"seed": self._run.trainer.deterministic_order_seed, "vocab_size": self._vocab_size}
 
     def _plan(self) -> LanePlan:
         settings, trainer = self._run.trainer, self.trainer
