@@ -24,6 +24,7 @@ from trainer.logs import get_logger
 __all__ = [
     "FORMAT_VERSION",
     "MANIFEST_NAME",
+    "SEAL",
     "STEP_FOLDER",
     "abandon_folder",
     "atomic_file",
@@ -31,6 +32,7 @@ __all__ = [
     "begin_folder",
     "commit_folder",
     "file_sha256",
+    "manifest_digest",
     "prepare_directory",
     "prune",
     "require_space",
@@ -41,6 +43,8 @@ __all__ = [
 
 MANIFEST_NAME = "MANIFEST.json"
 FORMAT_VERSION = 1
+SEAL = "manifest_sha256"
+"""Entry of a manifest with the digest of all others."""
 STEP_FOLDER = re.compile(r"step-(0|[1-9]\d*)")
 """Full match of a checkpoint folder's name; the group is the step."""
 
@@ -93,8 +97,7 @@ def storage_error(path: Path, err: BaseException, needed_bytes: int | None = Non
     needed = "unknown" if needed_bytes is None else f"{needed_bytes} bytes"
     return StorageError(
         path,
-        f"cannot write: {reason}",
-        found=f"free {'unknown' if free is None else f'{free} bytes'}, needed {needed}",
+        f"cannot write: {reason} (free {'unknown' if free is None else f'{free} bytes'}, needed {needed})",
         fix="make room or choose another folder; older checkpoints are untouched",
     )
 
@@ -167,6 +170,12 @@ def _fsync(path: Path) -> None:
         os.close(fd)
 
 
+def manifest_digest(manifest: Mapping[str, object]) -> str:
+    """SHA-256 over all entries of a manifest but the seal itself."""
+    entries = {key: value for key, value in manifest.items() if key != SEAL}
+    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
+
+
 def _write_manifest(folder: Path, files: Collection[Path], facts: Mapping[str, object]) -> None:
     with ThreadPoolExecutor(max_workers=_HASH_THREADS) as pool:
         digests = list(pool.map(file_sha256, files))
@@ -174,7 +183,9 @@ def _write_manifest(folder: Path, files: Collection[Path], facts: Mapping[str, o
         file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "sha256": digest}
         for file, digest in zip(files, digests, strict=True)
     }
-    manifest = {"format": FORMAT_VERSION, **facts, "files": records}
+    # Through JSON once, so that the digest is that of what a reader sees.
+    manifest = json.loads(json.dumps({"format": FORMAT_VERSION, **facts, "files": records}))
+    manifest[SEAL] = manifest_digest(manifest)
     path = folder / MANIFEST_NAME
     path.write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     _fsync(path)

@@ -11,7 +11,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Self
-from weakref import WeakSet
 
 from trainer.checkpoint.atomic import storage_error
 from trainer.errors import ConfigError
@@ -97,7 +96,7 @@ class RunLock:
         self.release()
 
 
-_held: WeakSet[RunLock] = WeakSet()
+_held: set[RunLock] = set()
 
 
 def _drop_in_child() -> None:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from trainer.checkpoint.atomic import FORMAT_VERSION, MANIFEST_NAME, STEP_FOLDER, file_sha256
+from trainer.checkpoint.atomic import FORMAT_VERSION, MANIFEST_NAME, SEAL, STEP_FOLDER, file_sha256, manifest_digest
 from trainer.errors import CheckpointError
 
 __all__ = ["FileRecord", "Manifest", "read_manifest", "verify_file", "verify_folder"]
@@ -45,6 +45,8 @@ def _parse(content: object) -> Manifest:
         found = content.get("format") if isinstance(content, dict) else type(content).__name__
         raise ValueError(f"format {found!r} instead of {FORMAT_VERSION}")
     facts = dict(content)
+    if facts.pop(SEAL, None) != manifest_digest(content):
+        raise ValueError("its own checksum differs")
     facts.pop("format")
     files = {
         name: FileRecord(int(record["bytes"]), str(record["sha256"])) for name, record in facts.pop("files").items()
@@ -88,7 +90,7 @@ def _check_size(folder: Path, name: str, manifest: Manifest) -> Path:
     except OSError as err:
         raise CheckpointError(path, f"missing from the checkpoint ({err.strerror})") from err
     if size != record.size_bytes:
-        raise CheckpointError(path, "truncated or altered", found=f"{size} bytes", rule=f"{record.size_bytes} bytes")
+        raise CheckpointError(path, f"truncated or altered: {size} bytes instead of {record.size_bytes}")
     return path
 
 
@@ -104,7 +106,7 @@ def verify_file(folder: Path, name: str, manifest: Manifest) -> Path:
     except OSError as err:
         raise CheckpointError(path, f"cannot be read: {err.strerror}") from err
     if digest != manifest.files[name].sha256:
-        raise CheckpointError(path, "checksum differs: the file is damaged", found=f"sha256 {digest[:12]}...")
+        raise CheckpointError(path, "checksum differs from the manifest's: the file is damaged")
     return path
 
 
