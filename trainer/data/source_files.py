@@ -198,11 +198,13 @@ def _text_of(file: Path, place: str, record: object, text_key: str) -> str:
             rule="a text",
             fix="drop the row",
         )
+    try:
+        text.encode()
     # json accepts escapes such as \ud83d alone, which are no characters.
-    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+    except UnicodeEncodeError:
         raise DataError(
             file, f"{place}: {text_key} holds a lone surrogate", rule="valid Unicode", fix="repair or drop the row"
-        )
+        ) from None
     return text
 
 

@@ -117,8 +117,8 @@ def _utf8(text: str) -> bytes:
         return text.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"character {error.start}",
-            "is a lone surrogate, which no text file can hold",
+            "text",
+            f"character {error.start} is a lone surrogate, which no text file can hold",
             found=f"U+{ord(text[error.start]):04X}",
             fix="repair or drop the document",
         ) from None
