@@ -19,12 +19,10 @@ from trainer.config import CheckpointConfig, DataConfig, ModelConfig, RunConfig,
 from trainer.config.checks import check_run, check_values
 from trainer.config.legacy import apply_environment
 from trainer.errors import ConfigError, TrainerError
-from trainer.logs import get_logger, set_up_logging
+from trainer.logs import get_logger, log_once, mask_secrets, set_up_logging
 
 if TYPE_CHECKING:
-    from jsonargparse import Namespace
-
-    from trainer.cli_parser import RunParser
+    from jsonargparse import ArgumentParser, Namespace
 
 __all__ = ["main", "parse_run_config", "run_script"]
 
@@ -37,7 +35,7 @@ _PRECISION_SPELLINGS = {"bf16": "bf16-mixed", "32": "32-true", "64": "64-true", 
 class _Parsed:
     run: RunConfig
     arguments: Arguments
-    parser: RunParser
+    parser: ArgumentParser
     namespace: Namespace
     command: str
     devices: Any
@@ -63,15 +61,24 @@ def run_script(script: Callable[[], int | None]) -> int:
     """
     set_up_logging(_process_rank(os.environ))
     try:
+        _arm_failpoints(os.environ.get("RWKV_FAILPOINT", ""))
         return script() or 0
     except TrainerError as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(f"error: {mask_secrets(str(error))}\n")
         return error.exit_code
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return 130
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+
+
+def _arm_failpoints(spec: str) -> None:
+    """Make named points fail, for tests of recovery (`trainer.checkpoint.failpoints`)."""
+    if spec:
+        from trainer.checkpoint.failpoints import arm
+
+        arm(spec)
 
 
 def parse_run_config(argv: list[str], command: str = "fit") -> RunConfig:
@@ -91,7 +98,8 @@ def parse_run_config(argv: list[str], command: str = "fit") -> RunConfig:
     positional, arguments.positional = arguments.positional, []
     if positional:
         arguments = read_arguments([f"--config={name}" for name in positional] + _without(argv, positional))
-    return _parse(arguments, command).run
+    check = check_run if command in _COMMANDS else check_values
+    return _parse(arguments, command, lambda run, _: check(run)).run
 
 
 def _without(words: list[str], removed: list[str]) -> list[str]:
@@ -120,9 +128,13 @@ def _run_command(argv: list[str]) -> int:
         word = arguments.positional[0]
         fix = f"-c {word}" if word.endswith((".yaml", ".yml")) else "options have the form --section.key=value"
         raise ConfigError("command line", "unexpected word", found=word, fix=fix)
-    parsed = _parse(arguments, command)
-    _check_devices(parsed.run.accelerator, parsed.devices)
-    return _execute(parsed)
+    return _execute(_parse(arguments, command, _check_here))
+
+
+def _check_here(run: RunConfig, devices: Any) -> None:
+    """Check that this machine can run it, then all rules."""
+    _check_devices(run.accelerator, devices)
+    check_run(run)
 
 
 def _execute(parsed: _Parsed) -> int:
@@ -139,7 +151,7 @@ def _execute(parsed: _Parsed) -> int:
     return 0
 
 
-def _parse(arguments: Arguments, command: str) -> _Parsed:
+def _parse(arguments: Arguments, command: str, check: Callable[[RunConfig, Any], None]) -> _Parsed:
     shown = arguments.wants_help or arguments.wants_printed_config
     if not arguments.config_files and not shown:
         raise ConfigError("command line", "a config is needed", fix=_usage(command))
@@ -153,10 +165,12 @@ def _parse(arguments: Arguments, command: str) -> _Parsed:
     try:
         parser, namespace = parse_command_line([subcommand, *arguments.words(defaults)])
         run, devices = _build_run(namespace[subcommand], arguments)
-        run = apply_environment(run, os.environ)
-        (check_run if command in _COMMANDS else check_values)(run)
+        run = apply_environment(run, os.environ, arguments.gives, arguments.notes)
+        check(run, devices)
     except ConfigError as error:
         raise _located(error, arguments) from error
+    for note in arguments.notes:
+        log_once(_logger, "%s", note)
     return _Parsed(run, arguments, parser, namespace, subcommand, devices)
 
 
@@ -188,10 +202,14 @@ def _build_run(values: Namespace, arguments: Arguments) -> tuple[RunConfig, Any]
         devices=_count_devices(str(trainer["accelerator"]), devices),
         seed=values.seed_everything,
     )
-    return _with_accumulation(run, trainer["accumulate_grad_batches"]), devices
+    return _with_accumulation(run, trainer["accumulate_grad_batches"], arguments), devices
 
 
 def _refuse_unsupported(trainer: dict[str, Any]) -> None:
+    for name in ("accelerator", "strategy", "precision"):
+        if hasattr(trainer[name], "class_path"):
+            problem = "an object cannot be given here"
+            raise ConfigError(f"trainer.{name}", problem, found=trainer[name].class_path, fix="give its name")
     if trainer["num_nodes"] != 1:
         raise ConfigError("trainer.num_nodes", "more than one machine is not proven yet", found=trainer["num_nodes"])
     if trainer["gradient_clip_algorithm"] not in (None, "norm"):
@@ -199,12 +217,12 @@ def _refuse_unsupported(trainer: dict[str, Any]) -> None:
         raise ConfigError("trainer.gradient_clip_algorithm", "only norm is supported", found=found, fix="remove it")
     callbacks = trainer["callbacks"] or []
     for callback in callbacks if isinstance(callbacks, list) else [callbacks]:
-        if str(callback.get("class_path", "")).endswith(".ModelCheckpoint"):
+        if callback.class_path.endswith(".ModelCheckpoint"):
             problem = "ModelCheckpoint is read from YAML files only"
             raise ConfigError("trainer.callbacks", problem, fix="use --checkpoint.dir, --checkpoint.every_steps, ...")
 
 
-def _with_accumulation(run: RunConfig, num_microbatches: int) -> RunConfig:
+def _with_accumulation(run: RunConfig, num_microbatches: int, arguments: Arguments) -> RunConfig:
     if num_microbatches == 1:
         return run
     target = num_microbatches * run.devices * run.trainer.microbatch_size
@@ -214,7 +232,7 @@ def _with_accumulation(run: RunConfig, num_microbatches: int) -> RunConfig:
             f"{num_microbatches} means trainer.target_batch_size: {target}, but that is {run.trainer.target_batch_size}",
             fix="remove it",
         )
-    _logger.info("trainer.accumulate_grad_batches is now trainer.target_batch_size: %s", target)
+    arguments.notes.append(f"trainer.accumulate_grad_batches is now trainer.target_batch_size: {target}")
     return dataclasses.replace(run, trainer=dataclasses.replace(run.trainer, target_batch_size=target))
 
 
@@ -225,18 +243,26 @@ def _normal_devices(devices: Any) -> Any:
     try:
         parts = [int(part) for part in devices.split(",") if part.strip()]
     except ValueError:
+        parts = []
+    if not parts:
         rule = "auto, a number, -1, or a list such as 0,1"
-        raise ConfigError("trainer.devices", "not a choice of devices", found=devices, rule=rule) from None
+        raise ConfigError("trainer.devices", "not a choice of devices", found=devices, rule=rule)
     return parts if "," in devices else parts[0]
 
 
-def _num_present(accelerator: str) -> int | None:
-    """Devices of this machine; None for accelerators that are not counted here."""
+def _is_on_cpu(accelerator: str) -> bool:
     import torch
 
-    if accelerator in ("gpu", "cuda") or (accelerator == "auto" and torch.cuda.is_available()):
-        return torch.cuda.device_count()
-    return (os.cpu_count() or 1) if accelerator in ("cpu", "auto") else None
+    return accelerator == "cpu" or (accelerator == "auto" and not torch.cuda.is_available())
+
+
+def _num_present(accelerator: str) -> int | None:
+    """Devices of this machine (cores for a CPU); None for accelerators that are not counted here."""
+    import torch
+
+    if _is_on_cpu(accelerator):
+        return os.cpu_count() or 1
+    return torch.cuda.device_count() if accelerator in ("auto", "gpu", "cuda") else None
 
 
 def _count_devices(accelerator: str, devices: Any) -> int:
@@ -244,10 +270,7 @@ def _count_devices(accelerator: str, devices: Any) -> int:
         return len(devices)
     if devices not in ("auto", -1):
         return int(devices)
-    import torch
-
-    on_cpu = accelerator == "cpu" or (accelerator == "auto" and not torch.cuda.is_available())
-    return 1 if on_cpu else max(1, _num_present(accelerator) or 1)
+    return 1 if _is_on_cpu(accelerator) else max(1, _num_present(accelerator) or 1)
 
 
 def _check_devices(accelerator: str, devices: Any) -> None:
@@ -255,19 +278,28 @@ def _check_devices(accelerator: str, devices: Any) -> None:
     if present is None:
         return
     if present == 0:
-        raise ConfigError("trainer.accelerator", "no GPU is present", found=accelerator, fix="--trainer.accelerator=cpu")
-    # Processes on a CPU may share cores: a few more than cores is how multi-process runs are tried out.
-    on_cpu = accelerator == "cpu"
+        raise ConfigError(
+            "trainer.accelerator", "no GPU is present", found=accelerator, fix="--trainer.accelerator=cpu"
+        )
+    # Processes on a CPU may share cores: a few more than cores is how runs of several processes are tried out.
+    on_cpu = _is_on_cpu(accelerator)
     most = max(4, present) if on_cpu else present
-    wanted = max([*devices, -1]) + 1 if isinstance(devices, list) else devices
-    if wanted != "auto" and int(wanted) > most:
+    wanted = max(devices) + 1 if isinstance(devices, list) else devices
+    if wanted != "auto" and wanted > most:
         kind = "CPU core(s)" if on_cpu else "device(s)"
-        raise ConfigError("trainer.devices", f"{wanted} are asked for, {present} {kind} present", rule=f"at most {most}")
+        raise ConfigError(
+            "trainer.devices", f"{wanted} are asked for, {present} {kind} present", rule=f"at most {most}"
+        )
 
 
 def _trainer_arguments(parsed: _Parsed) -> dict[str, Any]:
     """Arguments for Lightning's Trainer: loggers and callbacks built, our own additions left out."""
-    arguments = dict(vars(parsed.parser.instantiate_classes(parsed.namespace)[parsed.command].trainer))
+    try:
+        built = parsed.parser.instantiate_classes(parsed.namespace)
+    except (ImportError, TypeError, ValueError) as error:
+        problem = f"a logger or callback cannot be built: {error}"
+        raise ConfigError("trainer", problem, fix="look at trainer.logger and trainer.callbacks") from error
+    arguments = dict(vars(built[parsed.command].trainer))
     taken = {field.name for field in dataclasses.fields(TrainerConfig)}
     taken |= {"accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm"}
     kept = {name: value for name, value in arguments.items() if name not in taken}

@@ -9,21 +9,22 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import re
 import typing
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.config.fields import SECTIONS, settings
+from trainer.config.fields import SECTIONS, accepts, describe_type, settings
 from trainer.config.legacy import map_older_keys
 from trainer.config.yaml_files import Source, parse_scalar, read_yaml
 from trainer.errors import ConfigError
-from trainer.logs import get_logger, log_once
+from trainer.logs import mask_secrets
 
-__all__ = ["Arguments", "read_arguments"]
+__all__ = ["Arguments", "has_key", "read_arguments", "run_name"]
 
-_logger = get_logger(__name__)
+_UNPRINTABLE = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
 _NO_VALUE = ("help", "h", "dry-run", "dry_run")
 _RESUME_DIR, _RESUME_MODE = "auto-resume-ckpt-dir", "auto-resume-ckpt-mode"
 
@@ -38,6 +39,8 @@ class Arguments:
     positional: list[str] = field(default_factory=list)
     options: list[str] = field(default_factory=list)
     """Names of the words in `pieces`, such as `trainer.devices`."""
+    notes: list[str] = field(default_factory=list)
+    """Lines to print once the configuration has passed its checks: older settings and what they mean now."""
     wants_help: bool = False
     wants_printed_config: bool = False
     is_dry_run: bool = False
@@ -48,11 +51,18 @@ class Arguments:
         return [piece for piece in self.pieces if isinstance(piece, Source)]
 
     def where(self, key: str) -> str:
-        """Place of the last word on `key`: file and line, or the option, or the key alone."""
-        for source in reversed(self.sources):
-            if _has_key(source.values, key):
-                return source.where(key)
+        """Place of the last word on `key` or on the block that holds it: file and line, or the key alone."""
+        block = ".".join(key.split(".")[:2])
+        for piece in reversed(self.pieces):
+            if isinstance(piece, str) and piece.startswith(f"--{block}"):
+                return f"--{key}"
+            if isinstance(piece, Source) and has_key(piece.values, block):
+                return piece.where(key)
         return key
+
+    def gives(self, key: str) -> bool:
+        """Whether any source holds the key."""
+        return any(has_key(source.values, key) for source in self.sources)
 
     def check_keys(self, trainer_defaults: Mapping[str, Any]) -> None:
         """Refuse settings that do not exist, with the nearest that does.
@@ -63,15 +73,18 @@ class Arguments:
         known = [*settings(), *(f"trainer.{name}" for name in trainer_defaults)]
         for source in self.sources:
             _check_sections(source, known)
+            _check_types(source, in_lightning={f"trainer.{name}" for name in trainer_defaults})
         for option in self.options:
             key = ".".join(option.rstrip("+").split(".")[:2])
+            if key in SECTIONS:
+                raise ConfigError(f"--{option}", "is a section", fix="put it into a YAML file and name that with -c")
             if key not in known:
                 raise _unknown(f"--{option}", key, known)
 
     def words(self, trainer_defaults: Mapping[str, Any]) -> list[str]:
         """The words for the parser: each source becomes one `--config` with its values as JSON."""
         return [
-            piece if isinstance(piece, str) else "--config=" + json.dumps(_filled(piece, trainer_defaults))
+            piece if isinstance(piece, str) else f"--config={_as_json(_filled(piece, trainer_defaults))}"
             for piece in self.pieces
         ]
 
@@ -122,11 +135,11 @@ def _take_option(arguments: Arguments, name: str, value: str | None, words: list
         raise ConfigError(f"--{name}", "needs a value", fix=f"--{name}=VALUE")
     elif name in ("c", "config"):
         arguments.config_files.append(value)
-        arguments.pieces.append(map_older_keys(read_yaml(value)))
+        arguments.pieces.append(map_older_keys(read_yaml(value), arguments.notes))
     elif name in (_RESUME_DIR, _RESUME_MODE):
         _take_older_resume(arguments, name, value)
     elif _is_setting_of_ours(name):
-        arguments.pieces.append(map_older_keys(_source_of(name, value)))
+        arguments.pieces.append(map_older_keys(_source_of(name, value), arguments.notes))
     else:
         arguments.options.append(name)
         arguments.pieces += words
@@ -135,12 +148,12 @@ def _take_option(arguments: Arguments, name: str, value: str | None, words: list
 def _take_older_resume(arguments: Arguments, name: str, value: str) -> None:
     if name == _RESUME_DIR:
         given = {} if value in ("auto", "true") else {"checkpoint": {"dir": value}}
-        log_once(_logger, "--%s is now --checkpoint.dir and --resume=auto", name)
+        arguments.notes.append(f"--{name} is now --checkpoint.dir and --resume=auto")
         arguments.pieces.append(Source(f"--{name}", {**given, "resume": "auto"}))
     elif value not in ("last", "2nd-last"):
         raise ConfigError(f"--{name}", "unknown mode", found=value, rule="last or 2nd-last", fix="remove it")
     else:
-        log_once(_logger, "--%s has no effect: --resume=auto takes the newest checkpoint that is whole", name)
+        arguments.notes.append(f"--{name} has no effect: --resume=auto takes the newest checkpoint that is whole")
 
 
 def _is_setting_of_ours(name: str) -> bool:
@@ -163,7 +176,8 @@ def _source_of(name: str, text: str) -> Source:
     return Source(f"--{name}", {section: {rest: value}} if rest else {section: value})
 
 
-def _has_key(values: Any, key: str) -> bool:
+def has_key(values: Any, key: str) -> bool:
+    """Whether nested values hold the dotted key."""
     for part in key.split("."):
         if not isinstance(values, dict) or part not in values:
             return False
@@ -181,6 +195,26 @@ def _check_sections(source: Source, known: Collection[str]) -> None:
                     raise _unknown(source.where(f"{section}.{name}"), f"{section}.{name}", known)
         elif section not in known:
             raise _unknown(source.where(section), section, known)
+
+
+def _check_types(source: Source, in_lightning: Collection[str]) -> None:
+    """Check values of our settings; those that Lightning has too take more than one type and are its to check."""
+    for key, setting in settings().items():
+        if key in in_lightning or not has_key(source.values, key):
+            continue
+        value = source.values[setting.section][setting.name] if setting.section else source.values[key]
+        if not accepts(setting.annotation, value):
+            raise ConfigError(
+                source.where(key), f"{_shown(value, setting.name)} is not {describe_type(setting.annotation)}"
+            )
+
+
+def _shown(value: object, name: str) -> str:
+    if isinstance(value, dict | list):
+        return "a mapping" if isinstance(value, dict) else "a list"
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return f'"{mask_secrets(str(value), name)}"'
 
 
 def _unknown(where: str, key: str, known: Collection[str]) -> ConfigError:
@@ -213,6 +247,11 @@ def _filled(source: Source, trainer_defaults: Mapping[str, Any]) -> dict[str, An
             if value is not None or trainer_defaults.get(name) is None
         }
     return values
+
+
+def _as_json(values: dict[str, Any]) -> str:
+    """JSON that a YAML reader takes for the same values: no surrogate pairs, unprintable characters escaped."""
+    return _UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", json.dumps(values, ensure_ascii=False))
 
 
 def run_name(config_files: list[str]) -> str:

@@ -15,7 +15,8 @@ from jsonargparse import Namespace
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-from trainer.config.fields import SECTIONS, Setting, describe_type, settings
+from trainer.config.checks import PRECISIONS
+from trainer.config.fields import SECTIONS, Setting, settings
 from trainer.errors import ConfigError
 from trainer.logs import mask_secrets
 
@@ -45,7 +46,9 @@ class RunParser(LightningArgumentParser):
     """Parser whose errors are our one-line errors instead of a page of usage."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Raise the last and most specific part of a jsonargparse message as a ConfigError."""
+        """Raise the most specific part of a jsonargparse message as a ConfigError."""
+        if not self.exit_on_error:  # one of several types of a value is tried: the outer parser decides
+            super().error(message, ex)
         raise _readable_error(message) from ex
 
     def dump(self, *args: Any, **kwargs: Any) -> str:
@@ -82,7 +85,9 @@ class _RunCLI(LightningCLI):
             "validate": hidden | {"dataloaders", "verbose"},
         }
 
-    def setup_parser(self, add_subcommands: bool, main_kwargs: dict, subparser_kwargs: dict) -> None:
+    def setup_parser(
+        self, add_subcommands: bool, main_kwargs: dict[str, Any], subparser_kwargs: dict[str, Any]
+    ) -> None:
         """Build the subcommands although nothing is run by LightningCLI itself."""
         super().setup_parser(True, main_kwargs, subparser_kwargs)
 
@@ -118,7 +123,7 @@ class _RunCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse, and leave nothing for LightningCLI to seed or build."""
         self.parsed = parser.parse_args(args)
-        self.config = Namespace(seed_everything=False)
+        self.config = Namespace(seed_everything=False)  # type: ignore[no-untyped-call]
 
     def instantiate_classes(self) -> None:
         """Nothing: the trainer is built by `trainer.train`."""
@@ -128,7 +133,7 @@ def _add_setting(container: Any, setting: Setting) -> None:
     container.add_argument(f"--{setting.key}", type=setting.annotation, default=setting.default, help=setting.doc)
 
 
-def parse_command_line(arguments: list[str]) -> tuple[RunParser, Namespace]:
+def parse_command_line(arguments: list[str]) -> tuple[LightningArgumentParser, Namespace]:
     """Parser and parsed values of `fit ...` or `validate ...`.
 
     Raises:
@@ -146,16 +151,37 @@ def trainer_defaults() -> dict[str, Any]:
 
 
 _KEY = re.compile(r'[Pp]arser key "(?:fit\.|validate\.)?([^"]+)"')
-_VALUE = re.compile(r"Got value: (.*)", re.DOTALL)
+_VALUE = re.compile(r"(?:Got|Given) value: (.*)")
+_EXPECTED = re.compile(r"Expected an? (?:<class '(\w+)'>|typing\.(Literal\[.*?\])|(dot import path) string)")
+_CLASS_PROBLEM = re.compile(r"Problem with given class_path '([^']+)':\s*(.*?)\s*(?:\n|$)")
+_SECRET_IN_TEXT = re.compile(
+    r"(\w*(?:key|secret|token|password|passwd|credential)s?['\"]?\s*[:=]\s*['\"]?)[^'\",}\]\s]+", re.IGNORECASE
+)
+_TYPE_WORDS = {"int": "an int", "float": "a number", "str": "a text", "bool": "true or false", "list": "a list"}
 
 
 def _readable_error(message: str) -> ConfigError:
-    keys, value = _KEY.findall(message), _VALUE.search(message)
+    keys, value, of_class = _KEY.findall(message), _VALUE.search(message), _CLASS_PROBLEM.search(message)
     key = keys[-1] if keys else "command line"
-    found = " ".join(value[1].split()) if value else ""
-    shown = str(mask_secrets(found, key))
-    setting = settings().get(key)
-    if setting is not None and found:
-        return ConfigError(key, f'"{shown}" is not {describe_type(setting.annotation)}')
-    reason = " ".join(_KEY.sub("", message).replace("error:", "").strip(" :\n").split())
+    if of_class:
+        return ConfigError(key, f"{of_class[1]}: {_masked(of_class[2])}")
+    wanted = [_type_words(match) for match in _EXPECTED.finditer(message)]
+    wanted = list(dict.fromkeys(word for word in wanted if word))
+    if key == "trainer.precision" and value:
+        rule = "one of " + ", ".join(PRECISIONS)
+        return ConfigError(key, "unknown precision", found=value[1].strip(), rule=rule)
+    if value and wanted:
+        return ConfigError(key, f'"{mask_secrets(_masked(value[1].strip()), key)}" is not {" or ".join(wanted)}')
+    reason = " ".join(_masked(_KEY.sub("", message)).strip(" :\n").split())
     return ConfigError(key, reason if len(reason) < 300 else reason[:150] + " ... " + reason[-150:])
+
+
+def _type_words(match: re.Match[str]) -> str:
+    name, literal, _ = match.groups()
+    if literal:
+        return "one of " + literal[len("Literal[") : -1].replace("'", "")
+    return _TYPE_WORDS.get(name, "") if name else "a known class"
+
+
+def _masked(text: str) -> str:
+    return str(mask_secrets(_SECRET_IN_TEXT.sub(r"\1***", text)))

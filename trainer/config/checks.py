@@ -19,6 +19,8 @@ _logger = get_logger(__name__)
 PRECISIONS = ("bf16-mixed", "bf16-true", "32-true", "64-true")
 STRATEGIES = ("auto", "ddp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3")
 
+_FILE_KINDS = ("text", "json", "parquet", "arrow")
+
 _Rule = tuple[str, Callable[[Any], bool]]
 _POSITIVE: _Rule = ("above 0", lambda value: value > 0)
 _NOT_NEGATIVE: _Rule = ("0 or more", lambda value: value >= 0)
@@ -158,7 +160,7 @@ def _check_data(data: DataConfig) -> None:
     if data.source is None and data.data_path is None:
         problem = "neither data.source nor data.data_path is given"
         raise ConfigError("data.source", problem, fix="name the source, or a folder of prepared data in data.data_path")
-    if data.source is not None and data.source != "binidx" and data.data_path is None:
+    if data.source in _FILE_KINDS and data.data_path is None:
         raise ConfigError("data.data_path", "missing", fix="give a folder where the prepared data may be kept")
     if data.test_split > 1 and data.test_split != int(data.test_split):
         rule = "a share below 1, or a whole number of documents"
@@ -170,7 +172,7 @@ def _check_data(data: DataConfig) -> None:
 
 def _check_batching(run: RunConfig) -> None:
     batching, window, chunks = run.data.batching, run.model.bptt_window, run.data.chunks_per_step
-    if batching == "windows" and run.data.source != "binidx":
+    if batching == "windows" and not _reads_binidx(run.data):
         raise ConfigError(
             "data.batching", "windows reads the flat token stream of a binidx file",
             found=f"data.source {run.data.source}", fix="set data.source: binidx, or data.batching: stream",
@@ -183,13 +185,24 @@ def _check_batching(run: RunConfig) -> None:
         )  # fmt: skip
     if batching != "stream" and chunks != 1:
         raise ConfigError(
-            "data.chunks_per_step", f"acts only with data.batching: stream, not {batching}", found=chunks, fix="remove it"
+            "data.chunks_per_step",
+            f"acts only with data.batching: stream, not {batching}",
+            found=chunks,
+            fix="remove it",
         )
     if batching != "documents" and run.model.bptt_learning_range != -1:
         raise ConfigError(
             "model.bptt_learning_range", f"acts only with data.batching: documents, not {batching}",
             found=run.model.bptt_learning_range, fix="remove it",
         )  # fmt: skip
+
+
+def _reads_binidx(data: DataConfig) -> bool:
+    if data.source == "binidx":
+        return True
+    name = data.source or data.data_path or ""
+    prefix = Path(name).with_suffix("") if name.endswith((".bin", ".idx")) else Path(name)
+    return data.source not in _FILE_KINDS and prefix.with_name(f"{prefix.name}.idx").exists()
 
 
 def _check_batch_size(run: RunConfig) -> None:
@@ -213,7 +226,9 @@ def _check_weights(model: ModelConfig) -> None:
         missing = [name for name in ("n_layer", "n_embd") if getattr(model, name) is None]
         if missing:
             problem = f"no weights are named, and model.{missing[0]} is missing"
-            raise ConfigError("model.load_model", problem, fix="name a weight file, or give model.n_layer and model.n_embd")
+            raise ConfigError(
+                "model.load_model", problem, fix="name a weight file, or give model.n_layer and model.n_embd"
+            )
         return
     path = Path(model.load_model)
     if not path.exists():

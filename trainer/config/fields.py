@@ -17,7 +17,7 @@ from typing import Any, Literal, Union
 
 from trainer.config import schema
 
-__all__ = ["SECTIONS", "Setting", "describe_type", "settings"]
+__all__ = ["SECTIONS", "Setting", "accepts", "describe_type", "settings"]
 
 SECTIONS: dict[str, type] = {
     "trainer": schema.TrainerConfig,
@@ -58,8 +58,9 @@ def _field_docs(cls: type) -> dict[str, str]:
     assert isinstance(body, ast.ClassDef)
     docs: dict[str, str] = {}
     for statement, after in zip(body.body, body.body[1:], strict=False):
-        is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and is_text:
+        if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
+            continue
+        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
             docs[statement.target.id] = " ".join(str(after.value.value).split())
     return docs
 
@@ -91,8 +92,24 @@ def describe_type(annotation: Any) -> str:
     if origin in (Union, types.UnionType):
         return " or ".join(describe_type(part) for part in arguments)
     if origin is dict:
-        return "a mapping"
-    if origin is list:
-        return "a list"
+        return "a mapping" if arguments[1] is Any else f"a mapping whose values are {describe_type(arguments[1])}"
     words = {int: "an int", float: "a number", str: "a text", bool: "true or false", type(None): "null"}
     return words.get(annotation, str(annotation))
+
+
+def accepts(annotation: Any, value: object) -> bool:
+    """Whether a plain value of a YAML file has the type of a setting; whole numbers are numbers too."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if annotation is Any:
+        return True
+    if origin is Literal:
+        return value in arguments
+    if origin in (Union, types.UnionType):
+        return any(accepts(part, value) for part in arguments)
+    if origin is dict:
+        return isinstance(value, dict) and all(accepts(arguments[1], item) for item in value.values())
+    if isinstance(value, bool):
+        return annotation is bool
+    if annotation is float:
+        return isinstance(value, int | float)
+    return isinstance(value, annotation)

@@ -7,19 +7,17 @@ parsed. A key whose meaning changed is said once, with its old and its new meani
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from trainer.config.schema import RunConfig
 from trainer.config.yaml_files import Source
 from trainer.errors import ConfigError
-from trainer.logs import get_logger, log_once
 
 __all__ = ["OLDER_KEYS", "apply_environment", "map_older_keys"]
 
-_logger = get_logger(__name__)
-_EMPTY = (None, "", [], {})
+_EMPTY: tuple[Any, ...] = (None, "", [], {})
 _USE_STREAM = "data.batching: stream joins documents without padding"
 _NO_COLUMNS = "write the whole text of a document into one column and name it in data.custom_text_key"
 
@@ -59,7 +57,9 @@ OLDER_KEYS: dict[str, OlderKey] = {
     "model.token_dropout_rate": _off("remove it: every token that the data marks as trained is trained", 0),
     "data.data_path_storage_options": _off("copy the prepared data to a local folder"),
     "data.datapack_config_path": _off("prepare one data set and name it in data.data_path"),
-    "data.autoTokenizer": _off("save the tokenizer to a folder and name it in data.tokenizer", {"kwargs": {}, "props": {}}),
+    "data.autoTokenizer": _off(
+        "save the tokenizer to a folder and name it in data.tokenizer", {"kwargs": {}, "props": {}}
+    ),
     "data.multi_column_keys": _off(_NO_COLUMNS),
     "data.conversation_format": _off(_NO_COLUMNS),
     "data.disable_prompt_completion_mask": _off(_NO_COLUMNS, False),
@@ -86,8 +86,9 @@ _RENAMED = {"trainer.gradient_clip_val": "model.grad_clip", "ckpt_path": "resume
 class _Mapping:
     """The values of one source while its older keys are taken out and put back under today's names."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, notes: list[str]) -> None:
         self.source = source
+        self.notes = notes
         self.values = {
             section: dict(value) if isinstance(value, dict) else value for section, value in source.values.items()
         }
@@ -123,13 +124,17 @@ class _Mapping:
         return self.source.where(key)
 
 
-def map_older_keys(source: Source) -> Source:
+def map_older_keys(source: Source, notes: list[str]) -> Source:
     """The same settings under today's keys.
+
+    Args:
+        source: settings as the user wrote them.
+        notes: gets a line for each older setting whose meaning the user should know.
 
     Raises:
         ConfigError: an older key asks for something that is not done here; the text says what to use.
     """
-    mapping = _Mapping(source)
+    mapping = _Mapping(source, notes)
     _map_gradient_reach(mapping)
     _map_schedule(mapping)
     _map_renamed(mapping)
@@ -140,20 +145,29 @@ def map_older_keys(source: Source) -> Source:
         for name in list(mapping.values.get(section) or ()):
             _drop_older_key(mapping, f"{section}.{name}")
     if mapping.ignored:
-        log_once(_logger, "settings of the older trainer without effect here: %s", ", ".join(mapping.ignored))
+        notes.append(f"settings of the older trainer without effect here: {', '.join(mapping.ignored)}")
     if mapping.is_older:
         _say_changed_meanings(mapping)
     return Source(source.name, mapping.values, mapping.lines)
 
 
-def apply_environment(run: RunConfig, environ: Mapping[str, str]) -> RunConfig:
-    """Honour the older trainer's RWKV_NO_CUDA=1 and RWKV_TORCH_COMPILE=1 where the config leaves the choice open."""
+def apply_environment(
+    run: RunConfig, environ: Mapping[str, str], is_given: Callable[[str], bool], notes: list[str]
+) -> RunConfig:
+    """Honour the older trainer's RWKV_NO_CUDA=1 and RWKV_TORCH_COMPILE=1 where the config is silent.
+
+    Args:
+        run: the configuration so far.
+        environ: environment variables.
+        is_given: whether the user set the setting of this key.
+        notes: gets a line for each variable that acts.
+    """
     model = run.model
-    if environ.get("RWKV_NO_CUDA") == "1" and model.kernel == "auto":
-        log_once(_logger, "RWKV_NO_CUDA=1: model.kernel is chunked")
+    if environ.get("RWKV_NO_CUDA") == "1" and not is_given("model.kernel"):
+        notes.append("environment RWKV_NO_CUDA=1 is now model.kernel: chunked")
         model = dataclasses.replace(model, kernel="chunked")
-    if environ.get("RWKV_TORCH_COMPILE") == "1" and model.compile == "auto":
-        log_once(_logger, "RWKV_TORCH_COMPILE=1: model.compile is on")
+    if environ.get("RWKV_TORCH_COMPILE") == "1" and not is_given("model.compile"):
+        notes.append("environment RWKV_TORCH_COMPILE=1 is now model.compile: on")
         model = dataclasses.replace(model, compile="on")
     return dataclasses.replace(run, model=model)
 
@@ -170,16 +184,13 @@ def _map_gradient_reach(mapping: _Mapping) -> None:
         mapping.put("model.bptt_window", window, given[-1])
         said = ", ".join(f"{key}: {str(value).lower()}" for key, value in values.items())
         meaning = "each chunk's gradient stops at its start" if window == 1 else "exact gradients through all chunks"
-        log_once(_logger, "%s is now model.bptt_window: %s (%s)", said, window, meaning)
+        mapping.notes.append(f"{said} is now model.bptt_window: {window} ({meaning})")
     if mapping.has("model.bptt_learning_range"):
         value = mapping.get("model.bptt_learning_range")
         if isinstance(value, int) and value > 0:
-            log_once(
-                _logger,
-                "model.bptt_learning_range: %s trains only the last %s chunk(s) of each document and is not a "
-                "gradient window; for a window set model.bptt_window",
-                value,
-                value,
+            mapping.notes.append(
+                f"model.bptt_learning_range: {value} trains only the last {value} chunk(s) of each document; it is no "
+                "gradient window, which is model.bptt_window"
             )
 
 
@@ -204,7 +215,7 @@ def _map_schedule(mapping: _Mapping) -> None:
         mapping.is_older = True
         mapping.take("model.lr_final")
         mapping.values["model"]["lr_schedule"] = "constant"
-        log_once(_logger, "model.lr_final: -1 is now model.lr_schedule: constant")
+        mapping.notes.append("model.lr_final: -1 is now model.lr_schedule: constant")
     if mapping.has("model.warmup_steps") and mapping.get("model.warmup_steps") == -1:
         mapping.is_older = True
         mapping.values["model"]["warmup_steps"] = 0
@@ -216,7 +227,7 @@ def _map_renamed(mapping: _Mapping) -> None:
             value = mapping.take(older)
             if value is not None:
                 mapping.put(key, value, older)
-                log_once(_logger, "%s is now %s", older, key)
+                mapping.notes.append(f"{older} is now {key}: {value}")
     for key in _MINUS_ONE_IS_UNSET:
         if mapping.has(key) and mapping.get(key) == -1:
             mapping.take(key)
@@ -240,7 +251,7 @@ def _map_tokenizer(mapping: _Mapping) -> None:
         if mapping.has("data.source") and mapping.get("data.source") != "binidx":
             mapping.put("data.source_data_dir", mapping.take("data.source"), "data.source")
         mapping.put("data.source", "binidx", "data.tokenizer")
-        log_once(_logger, "data.tokenizer: binidx is now data.source: binidx with the path in data.source_data_dir")
+        mapping.notes.append("data.tokenizer: binidx is now data.source: binidx with the path in data.source_data_dir")
 
 
 def _map_checkpoint_callback(mapping: _Mapping) -> None:
@@ -275,7 +286,9 @@ def _read_checkpoint_block(mapping: _Mapping, arguments: dict[str, Any]) -> None
         if not mapping.has(f"checkpoint.{name}"):
             mapping.put(f"checkpoint.{name}", value, "trainer.callbacks")
     said = ", ".join(f"{name}: {value}" for name, value in taken.items()) or "nothing set"
-    log_once(_logger, "the ModelCheckpoint callback is read as checkpoint: {%s}; its other settings have no effect", said)
+    mapping.notes.append(
+        f"the ModelCheckpoint callback is read as checkpoint: {{{said}}}; its other settings have no effect"
+    )
 
 
 def _refuse_text_rechunk(mapping: _Mapping) -> None:
@@ -304,14 +317,11 @@ def _drop_older_key(mapping: _Mapping, key: str) -> None:
 
 def _say_changed_meanings(mapping: _Mapping) -> None:
     if mapping.has("model.weight_decay"):
-        log_once(
-            _logger,
-            "model.weight_decay: %s acts here (decoupled, on the large matrices); in the older trainer it had no effect",
-            mapping.get("model.weight_decay"),
+        mapping.notes.append(
+            f"model.weight_decay: {mapping.get('model.weight_decay')} acts here (decoupled, on the large matrices); in "
+            "the older trainer it had no effect"
         )
     if mapping.has("model.adam_eps"):
-        log_once(
-            _logger,
-            "model.adam_eps: %s is used as given; the official RWKV-7 value is 1e-18",
-            mapping.get("model.adam_eps"),
+        mapping.notes.append(
+            f"model.adam_eps: {mapping.get('model.adam_eps')} is used as given; the official RWKV-7 value is 1e-18"
         )

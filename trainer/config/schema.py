@@ -8,11 +8,11 @@ a setting, that name is the one used here. Rules that span several sections live
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, Union
+from typing import Any, Literal
 
 __all__ = ["BpttWindow", "CheckpointConfig", "DataConfig", "ModelConfig", "RunConfig", "TrainerConfig"]
 
-BpttWindow = Union[int, Literal["full"]]
+BpttWindow = int | Literal["full"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class DataConfig:
     data_path: str | None = None
     """Folder of the prepared data set. Built from `source` by preload_datapath.py or at the start of fit. With source: binidx it may be left out."""
     source: str | None = None
-    """text | json | parquet | binidx, or the path of one file. Leave it out if data_path is already prepared."""
+    """text | json | parquet | arrow | binidx, the path of one file or of a .bin/.idx pair, or a folder saved by datasets' save_to_disk. Leave it out if data_path is already prepared."""
     source_data_dir: str | None = None
     """Folder (or file) that holds the source files; for binidx the prefix without .bin/.idx."""
     source_dataset_params: dict[str, Any] | None = None

@@ -6,7 +6,6 @@ Python objects for tags. None of that is wanted in the settings of a run that ta
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from dataclasses import dataclass, field
 from typing import Any
