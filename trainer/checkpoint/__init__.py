@@ -1,6 +1,14 @@
 """Checkpoints: writing them whole, finding the newest valid one, reading weights of any origin, exporting."""
 
-from trainer.checkpoint.atomic import abandon_folder, atomic_folder, begin_folder, commit_folder, prune, sweep
+from trainer.checkpoint.atomic import (
+    abandon_folder,
+    atomic_folder,
+    begin_folder,
+    commit_folder,
+    prepare_directory,
+    prune,
+    sweep,
+)
 from trainer.checkpoint.export import export_checkpoint, save_weights
 from trainer.checkpoint.find import find_checkpoints, newest_valid, resolve_resume
 from trainer.checkpoint.lock import RunLock
@@ -25,6 +33,7 @@ __all__ = [
     "find_checkpoints",
     "newest_valid",
     "peek_shape",
+    "prepare_directory",
     "prune",
     "read_checkpoint_json",
     "read_checkpoint_tensors",

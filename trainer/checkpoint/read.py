@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import re
+import struct
 import sys
 import zipfile
 from collections.abc import Mapping
@@ -44,6 +45,7 @@ _MALFORMED = (
     ArithmeticError,
     MemoryError,
 )
+_BAD_ZIP = (zipfile.BadZipFile, struct.error, *_MALFORMED)
 
 
 def _check_magic(path: Path) -> int:
@@ -84,7 +86,7 @@ def _check_zip(path: Path, size: int, *, check_content: bool) -> None:
                 logger.warning("%s was written without checksums: damage to it cannot be seen", path)
             elif check_content:
                 _check_entries(path, archive)
-    except zipfile.BadZipFile as err:
+    except _BAD_ZIP as err:
         problem = f"truncated or damaged: {size} bytes without a valid zip directory"
         raise CheckpointError(path, problem, fix=_DAMAGED) from err
     except OSError as err:
@@ -97,7 +99,7 @@ def _check_entries(path: Path, archive: zipfile.ZipFile) -> None:
             with archive.open(entry) as stream:
                 while stream.read(_READ_BYTES):
                     pass
-        except zipfile.BadZipFile as err:
+        except _BAD_ZIP as err:
             problem = f"checksum differs in part {entry.filename}: the file is damaged"
             raise CheckpointError(path, problem, fix=_DAMAGED) from err
 
