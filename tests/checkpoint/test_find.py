@@ -153,6 +153,8 @@ def test_explicit_path_must_exist_and_be_whole(run):
     with pytest.raises(CheckpointError, match="/nonexistent/last.ckpt: no such checkpoint") as caught:
         resolve_resume("/nonexistent/last.ckpt", run)
     assert caught.value.exit_code == 2
+    with pytest.raises(CheckpointError, match="a file, not a checkpoint folder.*model.load_model"):
+        resolve_resume(str(run / "step-10" / "trainer.json"), run)
     assert resolve_resume(str(run / "step-10"), run) == run / "step-10"
     (run / "step-10" / "trainer.json").unlink()
     with pytest.raises(CheckpointError, match="trainer.json: missing"):

@@ -92,7 +92,7 @@ def storage_error(path: Path, err: BaseException, needed_bytes: int | None = Non
         err: the OSError (or a library's error about a failed write).
         needed_bytes: size of what was being written, if known.
     """
-    reason = err.strerror or str(err) if isinstance(err, OSError) else str(err).splitlines()[0]
+    reason = err.strerror or str(err) if isinstance(err, OSError) else "the disk took only part of the data"
     free = _free_bytes(path)
     needed = "unknown" if needed_bytes is None else f"{needed_bytes} bytes"
     return StorageError(

@@ -90,5 +90,8 @@ def resolve_resume(resume: str, directory: Path) -> Path | None:
     folder = Path(resume)
     if not folder.exists():
         raise CheckpointError(f"resume: {resume}", "no such checkpoint", fix="give an existing step-N folder, or auto")
+    if not folder.is_dir():
+        problem = "a file, not a checkpoint folder"
+        raise CheckpointError(f"resume: {resume}", problem, fix="start from weights alone with model.load_model")
     verify_folder(folder)
     return folder
