@@ -67,9 +67,7 @@ def test_ranges_inside_a_document_are_clipped_like_slices():
         store.read(10, 0, 1)
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"), [("sample", np.uint16), ("mini_i32", np.int32), ("mini_i64", np.int64)]
-)
+@pytest.mark.parametrize(("name", "dtype"), [("sample", np.uint16), ("mini_i32", np.int32), ("mini_i64", np.int64)])
 def test_writer_gives_the_same_bytes(name, dtype, tmp_path):
     store = BinIdx(VECTORS / name)
     with BinIdxWriter(tmp_path / name, dtype) as writer:
@@ -93,18 +91,24 @@ def test_documents_of_several_items(tmp_path):
     assert store.read(2, 0, 9).tolist() == [4, 0]
 
 
-def test_interrupted_writer_leaves_nothing(tmp_path):
-    writer = BinIdxWriter(tmp_path / "half")
-    with pytest.raises(KeyboardInterrupt), writer:
+def write_then_raise(prefix, error):
+    with BinIdxWriter(prefix) as writer:
         writer.add_document([1, 0])
-        raise KeyboardInterrupt
+        raise error
+
+
+def test_interrupted_writer_leaves_nothing(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        write_then_raise(tmp_path / "half", KeyboardInterrupt)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_writer_refuses_ids_that_do_not_fit(tmp_path):
-    with pytest.raises(DataError, match=r"item 1 .*uint16.*70000"), BinIdxWriter(tmp_path / "x") as writer:
-        writer.add_document([1, 0])
+    writer = BinIdxWriter(tmp_path / "x")
+    writer.add_document([1, 0])
+    with pytest.raises(DataError, match=r"item 1 .*uint16.*70000"):
         writer.add_document([70000, 0])
+    writer.discard()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -31,13 +31,15 @@ class CorpusSummary:
     num_bytes: int = 0
     skipped: dict[str, str] = field(default_factory=dict)
     """Source files that could not be used, and why."""
+    others: list[str] = field(default_factory=list)
+    """Other .txt files that were in the folder already."""
 
 
 def write_corpus(folder: str | Path, num_bytes: int = 4_000_000, library: Path | None = None) -> CorpusSummary:
     """Write about `num_bytes` of standard library text as .txt files, one per source file.
 
     Args:
-        folder: made if it is not there; .txt files of an earlier call are replaced.
+        folder: made if it is not there.
         num_bytes: files are added until this many bytes are reached.
         library: folder of the standard library; default: that of the running Python.
 
@@ -58,6 +60,8 @@ def write_corpus(folder: str | Path, num_bytes: int = 4_000_000, library: Path |
                 file.write_bytes(content)
                 summary.files.append(file)
                 summary.num_bytes += len(content)
+        written = {file.name for file in summary.files}
+        summary.others = sorted(path.name for path in summary.folder.glob("*.txt") if path.name not in written)
     except OSError as error:
         raise StorageError(summary.folder, f"cannot be written ({error.strerror})") from error
     if not summary.files:
@@ -97,6 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
     sys.stdout.write(f"{summary.folder}: {len(summary.files)} documents, {summary.num_bytes} bytes\n")
+    if summary.others:
+        sys.stdout.write(f"note: {len(summary.others)} other .txt files are in the folder too\n")
     for name, reason in summary.skipped.items():
         sys.stdout.write(f"skipped {name}: {reason}\n")
     return 0

@@ -13,7 +13,7 @@ import gzip
 import json
 import lzma
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["JsonOptions", "check_arrow", "check_parquet", "check_text", "read_json_texts"]
 
-_OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+_OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 _READ_BYTES = 1 << 22
 # datasets' text builder puts a whole file into one Arrow string with 32-bit offsets.
 _LARGEST_TEXT_BYTES = (1 << 31) - 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 import glob
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -159,7 +159,7 @@ def _folder(data: DataConfig, path: Path, params: dict[str, Any]) -> Source:
             raise ConfigError("data.source_dataset_split", "must be whole for a saved data set", found=split)
         root = path / split if has_splits else path
         return _source(data, "saved", saved_files(root), params)
-    counts = {kind: len(_files_below(path, kind)) for kind in _BUILDERS}
+    counts = {kind: len(_files_below(path, kind, data.data_path)) for kind in _BUILDERS}
     kinds = [kind for kind, count in counts.items() if count]
     if len(kinds) != 1:
         found = ", ".join(f"{counts[kind]} {kind} files" for kind in kinds) or "none"
@@ -167,12 +167,18 @@ def _folder(data: DataConfig, path: Path, params: dict[str, Any]) -> Source:
             "data.source", f"{path} does not hold files of one known kind", found=found,
             fix="set data.source to text, json or parquet and source_data_dir to the folder",
         )  # fmt: skip
-    return _source(data, kinds[0], _files_below(path, kinds[0]), params)
+    return _source(data, kinds[0], _files_below(path, kinds[0], data.data_path), params)
 
 
-def _files_below(folder: Path, kind: str) -> list[Path]:
+def _files_below(folder: Path, kind: str, data_path: str | None) -> list[Path]:
+    """Files of one kind in `folder` and below it, without hidden ones and without the prepared data set."""
     found = (path for path in folder.rglob("*") if path.name.endswith(_SUFFIXES[kind]) and path.is_file())
-    return sorted(path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts))
+    visible = (path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts))
+    return sorted(path for path in visible if not _is_inside(path, data_path))
+
+
+def _is_inside(path: Path, folder: str | None) -> bool:
+    return folder is not None and Path(folder).resolve() in path.resolve().parents
 
 
 def _builder_files(data: DataConfig, kind: str, params: dict[str, Any]) -> list[Path]:
@@ -192,20 +198,21 @@ def _builder_files(data: DataConfig, kind: str, params: dict[str, Any]) -> list[
                 "data.source_data_dir", f"is not set, and source: {kind} says only what kind of files to read",
                 fix="set it to the folder or file, or set source_dataset_params: {data_files: ...}",
             )  # fmt: skip
-        files = _files_below(root, kind) if root.is_dir() else [root]
+        files = _files_below(root, kind, data.data_path) if root.is_dir() else [root]
         if not files:
             raise DataError(root, f"holds no {kind} files", rule=f"files ending in {', '.join(_SUFFIXES[kind])}")
         return files
     patterns = [patterns] if isinstance(patterns, str) else patterns
-    files = [file for pattern in patterns for file in _match(root, str(pattern))]
+    files = [file for pattern in patterns for file in _match(root, str(pattern), data.data_path)]
     return list(dict.fromkeys(files))
 
 
-def _match(root: Path, pattern: str) -> list[Path]:
+def _match(root: Path, pattern: str, data_path: str | None) -> list[Path]:
     path = root / Path(pattern).expanduser()
     if path.exists() or not glob.has_magic(pattern):
         return [path]
-    found = sorted(Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
+    names = (Path(name) for name in glob.glob(str(path), recursive=True))
+    found = sorted(name for name in names if name.is_file() and not _is_inside(name, data_path))
     if not found:
         raise DataError(path, "no file matches this pattern", fix="check source_data_dir and data_files")
     return found
@@ -244,8 +251,8 @@ def _checked(source: Source, workspace: Path) -> tuple[str, list[Path], int | No
         staged = workspace / "documents.arrow"
         return "arrow", [staged], _stage_json(source, staged), {}
     if source.kind == "parquet":
-        rows = _check_rows(source, check_parquet)
-        return "parquet", list(source.files), rows, {**source.params, "columns": [source.text_key]}
+        num_rows = _check_rows(source, check_parquet)
+        return "parquet", list(source.files), num_rows, {**source.params, "columns": [source.text_key]}
     if source.kind == "arrow":
         return "arrow", list(source.files), _check_rows(source, check_arrow), {}
     # The default encoding drops a byte order mark, which is no part of the text.
@@ -258,7 +265,7 @@ def _checked(source: Source, workspace: Path) -> tuple[str, list[Path], int | No
     return "text", list(source.files), rows, params
 
 
-def _check_rows(source: Source, check: Any) -> int:
+def _check_rows(source: Source, check: Callable[[Path, str], int]) -> int:
     counts = Counter({file: check(file, source.text_key) for file in source.files})
     for file in (file for file, rows in counts.items() if rows == 0):
         logger.warning("%s holds no documents", file)

@@ -33,6 +33,8 @@ __all__ = [
 ]
 
 _BLOCK_TOKENS = 1 << 22
+# A stream without this end may have lost its last rows.
+_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 _DIGEST_ALL_TOKENS = 1 << 25
 _DIGEST_SAMPLES, _DIGEST_SAMPLE_TOKENS = 512, 1 << 16
 
@@ -283,13 +285,14 @@ def read_arrow_batches(file: Path) -> Iterator[pa.RecordBatch]:
             rows += batch.num_rows
             yield batch
         read, size = source.tell(), source.size()
+        ends = source.read_at(len(_END_OF_STREAM), max(0, size - len(_END_OF_STREAM))) == _END_OF_STREAM
     except (pa.ArrowException, OSError) as error:
         raise DataError(file, f"is damaged after {rows} rows ({error})", fix="make or copy the file anew") from error
-    if read != size:
+    if read != size or not ends:
         raise DataError(
             file,
             f"is damaged: the stream of rows ends after {rows} rows",
-            found=f"an end at byte {read} of {size}",
+            found=f"an end at byte {read} of {size}" if read != size else "no end mark, as if cut off",
             fix="make or copy the file anew",
         )
 

@@ -210,7 +210,8 @@ def _world_core() -> Callable[[str], list[int]]:
     try:
         import pyrwkv_tokenizer
 
-        return pyrwkv_tokenizer.RWKVTokenizer().encode
+        encode: Callable[[str], list[int]] = pyrwkv_tokenizer.RWKVTokenizer().encode
+        return encode
     except ImportError as error:
         logger.warning("pyrwkv-tokenizer cannot be loaded (%s): encoding runs about 25 times slower", error)
         return lambda text: _world_matcher().encode(text.encode())
@@ -231,7 +232,7 @@ class _BytesTokenizer(abc.ABC):
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, without an end-of-document id."""
-        return self.encode_array(text).tolist()
+        return list(self.encode_array(text).tolist())
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text."""
@@ -364,7 +365,7 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids`. Id 0 and unknown ids give nothing."""
         known = [int(token_id) for token_id in ids if 0 < int(token_id) < self.vocab_size]
-        return self._core.decode(known, skip_special_tokens=False)
+        return str(self._core.decode(known, skip_special_tokens=False))
 
     def token_bytes(self, token_id: int) -> None:
         """None: the bytes of a single token are not defined for every Hugging Face tokenizer."""
