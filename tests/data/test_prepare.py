@@ -164,6 +164,23 @@ def test_new_program_version_rebuilds(data, monkeypatch):
     assert prepare.prepare(data).reason.startswith("versions changed")
 
 
+def test_changed_results_need_a_new_version(tmp_path):
+    shutil.copy(FIXTURES / "docs.jsonl", tmp_path / "1.jsonl")
+    shutil.copy(FIXTURES / "bad" / "unicode_garbage.jsonl", tmp_path / "2.jsonl")
+    shutil.copy(FIXTURES / "bad" / "bom.jsonl", tmp_path / "3.jsonl")
+    data = DataConfig(data_path=str(tmp_path / "p"), source="json", source_data_dir=str(tmp_path), min_token_size=3)
+    made = [with_(data, test_split_shuffle=True), with_(data, max_token_size=12, test_split=2)]
+    digests = []
+    for settings in made:
+        prepare.prepare(settings)
+        train, validation, manifest = open_prepared(settings)
+        digests += [train.digest[:16], validation.digest[:16]]
+    assert (manifest.recipe["versions"], digests) == (
+        {"sources": 1, "tokenizers": 1, "encode": 1, "prepare": 1},
+        ["1079b12829912179", "19df91b692cc4ac6", "ab0aa7f8255aeef0", "a1b4f1fd0e189a34"],
+    ), "prepared data sets of users would stay as they were: raise VERSION of the stage that changed, then this record"
+
+
 def test_force_rebuilds(data):
     prepare.prepare(data)
     assert prepare.prepare(data, force=True).reason == "asked for"

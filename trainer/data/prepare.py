@@ -240,6 +240,7 @@ def _build(data: DataConfig, source: Source, seed: int, target: Path) -> Manifes
 
 def _build_into(workspace: Path, data: DataConfig, source: Source, seed: int) -> Manifest:
     recipe, files = _recipe(data, source, seed, [])
+    logger.info("data: reading %d files, %.1f MB", len(files), sum(file.size for file in files) / 1e6)
     with _progress_bars():
         documents = load_documents(source, workspace)
         encoder = encode.Encoder(data.tokenizer, data.world_add_endoftext_token, data.append_end_of_document)
@@ -249,7 +250,7 @@ def _build_into(workspace: Path, data: DataConfig, source: Source, seed: int) ->
             raise DataError(source.named, "no documents are left", found=in_words(dropped))
         train, validation = split_documents(len(kept), data.test_split, data.test_split_shuffle, seed)
         stores = _save(encoded, {"train": kept[train], "test": kept[validation]}, workspace / "data")
-    if fingerprint_source(source) != files:
+    if [file.identity for file in fingerprint_source(source, files)] != [file.identity for file in files]:
         raise DataError(source.named, "changed while it was read", fix="run preload_datapath.py again")
     manifest = Manifest(
         recipe=recipe,
