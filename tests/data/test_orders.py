@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.data.orders import LanePlan, StreamOrder, WindowOrder
+from trainer.data.orders import DocumentOrder, LanePlan, StreamOrder, WindowOrder
 from trainer.data.sampler import magic_prime, official_offsets
 from trainer.errors import ConfigError
 
@@ -94,3 +94,30 @@ def test_stream_epochs_hand_out_every_document(sizes, lanes, pairs_per_lane):
             _, position = order.step(position)
         assert (position.epoch, position.step) == (epoch, 0)
         assert position.lanes.next_in_queue >= epoch * num_documents
+
+
+def test_document_order_never_changes_between_versions():
+    sizes = np.array([9, 4, 7, 1, 5, 8, 3, 6, 2, 10, 12, 11, 14, 13])
+    order = DocumentOrder(sizes, make_plan(rows_per_step=2), shuffle=True)
+    position, epochs = order.first(), {}
+    while position.epoch < 2:
+        epoch = position.epoch
+        (micro,), position = order.step(position)
+        epochs.setdefault(epoch, []).append([row[0].document for row in micro.rows])
+    assert epochs == {
+        0: [[0, 5], [13, 10], [6, 8], [11, 9], [4, 1], [2, 7], [12]],
+        1: [[5, 2], [7, 4], [10, 11], [12, 13], [9, 0], [6, 8], [1]],
+    }
+
+
+def test_stream_order_never_changes_between_versions():
+    order = StreamOrder(np.array([9, 4, 7, 1, 5, 8]), make_plan(rows_per_step=2), 8, shuffle=True)
+    position, steps = order.first(), []
+    for _ in range(3):
+        (micro,), position = order.step(position)
+        steps.append([[tuple(span) for span in row] for row in micro.rows])
+    assert steps == [
+        [[(0, 0, 8)], [(2, 0, 6), (4, 0, 2)]],
+        [[(5, 0, 7), (1, 0, 1)], [(4, 2, 2), (2, 0, 6)]],
+        [[(1, 1, 2), (0, 0, 6)], [(4, 0, 4), (5, 0, 4)]],
+    ]
