@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.cli_arguments import Arguments, read_arguments, run_name
+from trainer.cli_arguments import Arguments, files_first, read_arguments, run_name, split_words
 from trainer.config import CheckpointConfig, DataConfig, ModelConfig, RunConfig, TrainerConfig
 from trainer.config.checks import check_run, check_values
+from trainer.config.fields import settings
 from trainer.config.legacy import apply_environment
+from trainer.config.yaml_files import COMMAND_LINE
 from trainer.errors import ConfigError, TrainerError
 from trainer.logs import get_logger, log_once, mask_secrets, set_up_logging
 
@@ -94,40 +96,26 @@ def parse_run_config(argv: list[str], command: str = "fit") -> RunConfig:
     Raises:
         ConfigError: the configuration is missing, malformed or breaks a rule.
     """
-    arguments = read_arguments(argv)
-    positional, arguments.positional = arguments.positional, []
-    if positional:
-        arguments = read_arguments([f"--config={name}" for name in positional] + _without(argv, positional))
+    arguments = read_arguments(files_first(split_words(argv)))
     check = check_run if command in _COMMANDS else check_values
     return _parse(arguments, command, lambda run, _: check(run)).run
 
 
-def _without(words: list[str], removed: list[str]) -> list[str]:
-    left = list(removed)
-    kept = []
-    for word in words:
-        if word in left:
-            left.remove(word)
-        else:
-            kept.append(word)
-    return kept
-
-
 def _run_command(argv: list[str]) -> int:
     if not argv:
-        raise ConfigError("command line", "a command is needed", rule="fit or validate", fix=_usage("fit"))
+        raise ConfigError(COMMAND_LINE, "a command is needed", rule="fit or validate", fix=_usage("fit"))
     if argv[0] in ("-h", "--help"):
         from trainer.cli_parser import parse_command_line
 
         parse_command_line(["--help"])
     command = argv[0]
     if command not in _COMMANDS:
-        raise ConfigError("command line", "unknown command", found=command, rule="fit or validate", fix=_usage("fit"))
-    arguments = read_arguments(argv[1:])
-    if arguments.positional:
-        word = arguments.positional[0]
+        raise ConfigError(COMMAND_LINE, "unknown command", found=command, rule="fit or validate", fix=_usage("fit"))
+    arguments = read_arguments(split_words(argv[1:]))
+    if arguments.lone_words:
+        word = arguments.lone_words[0]
         fix = f"-c {word}" if word.endswith((".yaml", ".yml")) else "options have the form --section.key=value"
-        raise ConfigError("command line", "unexpected word", found=word, fix=fix)
+        raise ConfigError(COMMAND_LINE, "unexpected word", found=word, fix=fix)
     return _execute(_parse(arguments, command, _check_here))
 
 
@@ -154,14 +142,14 @@ def _execute(parsed: _Parsed) -> int:
 def _parse(arguments: Arguments, command: str, check: Callable[[RunConfig, Any], None]) -> _Parsed:
     shown = arguments.wants_help or arguments.wants_printed_config
     if not arguments.config_files and not shown:
-        raise ConfigError("command line", "a config is needed", fix=_usage(command))
+        raise ConfigError(COMMAND_LINE, "a config is needed", fix=_usage(command))
     from trainer.cli_parser import parse_command_line, trainer_defaults
 
     subcommand = command if command in _COMMANDS else "fit"
     if arguments.wants_help:
         parse_command_line([subcommand, *(word for word in arguments.pieces if isinstance(word, str))])
     defaults = trainer_defaults()
-    arguments.check_keys(defaults)
+    arguments.check(defaults)
     try:
         parser, namespace = parse_command_line([subcommand, *arguments.words(defaults)])
         run, devices = _build_run(namespace[subcommand], arguments)
@@ -181,7 +169,10 @@ def _located(error: ConfigError, arguments: Arguments) -> ConfigError:
 
 
 def _build_run(values: Namespace, arguments: Arguments) -> tuple[RunConfig, Any]:
-    trainer = vars(values.trainer)
+    trainer = dict(vars(values.trainer))
+    for setting in settings().values():  # `null` on the command line: the default
+        if setting.section == "trainer" and trainer[setting.name] is None:
+            trainer[setting.name] = setting.default
     _refuse_unsupported(trainer)
     devices = _normal_devices(trainer["devices"])
     model, data, checkpoint = (dict(vars(values[name])) for name in ("model", "data", "checkpoint"))
@@ -295,7 +286,7 @@ def _check_devices(accelerator: str, devices: Any) -> None:
 def _trainer_arguments(parsed: _Parsed) -> dict[str, Any]:
     """Arguments for Lightning's Trainer: loggers and callbacks built, our own additions left out."""
     try:
-        built = parsed.parser.instantiate_classes(parsed.namespace)
+        built = parsed.parser.instantiate(parsed.namespace)
     except (ImportError, TypeError, ValueError) as error:
         problem = f"a logger or callback cannot be built: {error}"
         raise ConfigError("trainer", problem, fix="look at trainer.logger and trainer.callbacks") from error

@@ -18,14 +18,14 @@ from typing import Any
 
 from trainer.config.fields import SECTIONS, accepts, describe_type, settings
 from trainer.config.legacy import map_older_keys
-from trainer.config.yaml_files import Source, parse_scalar, read_yaml
+from trainer.config.yaml_files import COMMAND_LINE, Source, parse_scalar, read_yaml
 from trainer.errors import ConfigError
 from trainer.logs import mask_secrets
 
-__all__ = ["Arguments", "has_key", "read_arguments", "run_name"]
+__all__ = ["Arguments", "Option", "files_first", "has_key", "read_arguments", "run_name", "split_words"]
 
 _UNPRINTABLE = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
-_NO_VALUE = ("help", "h", "dry-run", "dry_run")
+_NO_VALUE = ("help", "h", "dry-run", "dry_run", "print_config")
 _RESUME_DIR, _RESUME_MODE = "auto-resume-ckpt-dir", "auto-resume-ckpt-mode"
 
 
@@ -36,7 +36,8 @@ class Arguments:
     pieces: list[Source | str] = field(default_factory=list)
     """In the order given: sources of settings, and words that go to the parser unchanged."""
     config_files: list[str] = field(default_factory=list)
-    positional: list[str] = field(default_factory=list)
+    lone_words: list[str] = field(default_factory=list)
+    """Words that belong to no option."""
     options: list[str] = field(default_factory=list)
     """Names of the words in `pieces`, such as `trainer.devices`."""
     notes: list[str] = field(default_factory=list)
@@ -60,12 +61,19 @@ class Arguments:
                 return piece.where(key)
         return key
 
+    def last_value(self, section: str, name: str) -> Any:
+        """Value of a setting in the last source that holds it, else None."""
+        for source in reversed(self.sources):
+            if has_key(source.values, f"{section}.{name}"):
+                return source.values[section][name]
+        return None
+
     def gives(self, key: str) -> bool:
         """Whether any source holds the key."""
         return any(has_key(source.values, key) for source in self.sources)
 
-    def check_keys(self, trainer_defaults: Mapping[str, Any]) -> None:
-        """Refuse settings that do not exist, with the nearest that does.
+    def check(self, trainer_defaults: Mapping[str, Any]) -> None:
+        """Refuse settings that do not exist, naming the nearest that does, and values of the wrong type.
 
         Args:
             trainer_defaults: name and default of each argument of Lightning's Trainer.
@@ -89,76 +97,131 @@ class Arguments:
         ]
 
 
-def read_arguments(words: list[str]) -> Arguments:
-    """Take a command line (without the command) apart and read its YAML files.
+@dataclass(frozen=True)
+class Option:
+    """One option of a command line, or a word that belongs to none."""
+
+    name: str
+    """Without dashes, such as `trainer.devices`; empty for a lone word."""
+    value: str | None
+    words: tuple[str, ...]
+    """As the user wrote it."""
+
+
+def split_words(words: list[str]) -> list[Option]:
+    """Options and lone words of a command line; a value may follow its option after `=` or a space."""
+    options = []
+    position = 0
+    while position < len(words):
+        option = _option_at(words, position)
+        options.append(option)
+        position += len(option.words)
+    return options
+
+
+def files_first(options: list[Option]) -> list[Option]:
+    """The same with each lone word read as `-c WORD`, before all options."""
+    files = [Option("config", option.value, option.words) for option in options if not option.name]
+    return files + [option for option in options if option.name]
+
+
+def read_arguments(options: list[Option]) -> Arguments:
+    """Read the YAML files of a command line (without its command) and sort its options.
 
     Raises:
         ConfigError: a YAML file cannot be used, an older key asks for something that is not done here.
     """
     arguments = Arguments()
-    position = 0
-    while position < len(words):
-        position += _read_option(arguments, words, position)
+    for option in options:
+        _take(arguments, option)
+    arguments.pieces = [
+        piece if isinstance(piece, str) else map_older_keys(piece, arguments.notes) for piece in arguments.pieces
+    ]
     return arguments
 
 
-def _read_option(arguments: Arguments, words: list[str], position: int) -> int:
-    """Read the option at `position` and return the number of words that it takes."""
+def _option_at(words: list[str], position: int) -> Option:
     word = words[position]
-    if not (word.startswith("--") or word in ("-c", "-h") or word.startswith("-c=")):
-        arguments.positional.append(word)
-        return 1
+    if not _is_option(word) and not word.startswith("-c="):
+        return Option("", word, (word,))
     name, equals, text = word.lstrip("-").partition("=")
-    value: str | None = text if equals else None
-    num_words = 1
-    if value is None and name not in _NO_VALUE and position + 1 < len(words) and not _is_option(words[position + 1]):
-        value, num_words = words[position + 1], 2
-    _take_option(arguments, name, value, words[position : position + num_words])
-    return num_words
+    if equals:
+        return Option(name, text, (word,))
+    if name in _NO_VALUE or position + 1 == len(words) or _is_option(words[position + 1]):
+        return Option(name, None, (word,))
+    return Option(name, words[position + 1], (word, words[position + 1]))
 
 
 def _is_option(word: str) -> bool:
     return word.startswith("--") or word in ("-c", "-h")
 
 
-def _take_option(arguments: Arguments, name: str, value: str | None, words: list[str]) -> None:
-    if name in ("help", "h") or name.endswith(".help"):
+def _take(arguments: Arguments, option: Option) -> None:
+    name, value = option.name, option.value
+    if not name:
+        arguments.lone_words += option.words
+    elif name in ("help", "h") or name.endswith(".help"):
         arguments.wants_help = True
-        arguments.pieces += words
+        arguments.pieces += option.words
     elif name in ("dry-run", "dry_run"):
         arguments.is_dry_run = True
     elif name == "print_config":
         arguments.wants_printed_config = True
-        arguments.pieces.append(words[0])
-        arguments.positional += words[1:]
+        arguments.pieces += option.words
     elif value is None:
         raise ConfigError(f"--{name}", "needs a value", fix=f"--{name}=VALUE")
     elif name in ("c", "config"):
         arguments.config_files.append(value)
-        arguments.pieces.append(map_older_keys(read_yaml(value), arguments.notes))
+        arguments.pieces.append(read_yaml(value))
     elif name in (_RESUME_DIR, _RESUME_MODE):
         _take_older_resume(arguments, name, value)
     elif _is_setting_of_ours(name):
-        arguments.pieces.append(map_older_keys(_source_of(name, value), arguments.notes))
+        _add_option(arguments, name, _value_of(name, value))
     else:
         arguments.options.append(name)
-        arguments.pieces += words
+        arguments.pieces += option.words
 
 
 def _take_older_resume(arguments: Arguments, name: str, value: str) -> None:
     if name == _RESUME_DIR:
-        given = {} if value in ("auto", "true") else {"checkpoint": {"dir": value}}
+        if value not in ("auto", "true"):
+            _add_option(arguments, "checkpoint.dir", value)
+        _add_option(arguments, "resume", "auto")
         arguments.notes.append(f"--{name} is now --checkpoint.dir and --resume=auto")
-        arguments.pieces.append(Source(f"--{name}", {**given, "resume": "auto"}))
     elif value not in ("last", "2nd-last"):
         raise ConfigError(f"--{name}", "unknown mode", found=value, rule="last or 2nd-last", fix="remove it")
     else:
         arguments.notes.append(f"--{name} has no effect: --resume=auto takes the newest checkpoint that is whole")
 
 
+def _add_option(arguments: Arguments, name: str, value: Any) -> None:
+    """Add one setting to the source of the options that came just before, or to a new one."""
+    last = arguments.pieces[-1] if arguments.pieces else None
+    if not isinstance(last, Source) or last.name != COMMAND_LINE:
+        last = Source(COMMAND_LINE, {})
+        arguments.pieces.append(last)
+    section, _, rest = name.partition(".")
+    key, _, inner = rest.partition(".")
+    if not rest:
+        last.values[section] = value
+    elif not inner:
+        last.values.setdefault(section, {})[key] = value
+    else:
+        whole = _with_item(arguments.last_value(section, key), inner, value)
+        last.values.setdefault(section, {})[key] = whole
+
+
+def _with_item(mapping: Any, name: str, value: Any) -> dict[str, Any]:
+    """A copy of a nested mapping in which the dotted name has the value."""
+    copied = dict(mapping) if isinstance(mapping, dict) else {}
+    first, _, rest = name.partition(".")
+    copied[first] = _with_item(copied.get(first), rest, value) if rest else value
+    return copied
+
+
 def _is_setting_of_ours(name: str) -> bool:
     section, _, rest = name.partition(".")
-    in_section = section in ("model", "data", "checkpoint") and bool(rest) and "." not in rest
+    in_section = section in ("model", "data", "checkpoint") and bool(rest)
     return in_section or name in ("ckpt_path", "trainer.gradient_clip_val") or name in _own_trainer_keys()
 
 
@@ -167,13 +230,12 @@ def _own_trainer_keys() -> set[str]:
     return {f"trainer.{name}" for name in names} | {"resume", "seed_everything"}
 
 
-def _source_of(name: str, text: str) -> Source:
+def _value_of(name: str, text: str) -> Any:
     setting = settings().get(name)
     types = (typing.get_args(setting.annotation) or (setting.annotation,)) if setting else ()
-    keeps_text = str in types or name == "ckpt_path"
-    value = (None if text == "null" else text) if keeps_text else parse_scalar(text, f"--{name}")
-    section, _, rest = name.partition(".")
-    return Source(f"--{name}", {section: {rest: value}} if rest else {section: value})
+    if str in types or name == "ckpt_path":
+        return None if text == "null" else text
+    return parse_scalar(text, f"--{name}")
 
 
 def has_key(values: Any, key: str) -> bool:
@@ -229,7 +291,7 @@ def _unknown(where: str, key: str, known: Collection[str]) -> ConfigError:
         or difflib.get_close_matches(key, SECTIONS, n=1, cutoff=0.6)
     )
     hint = f"; did you mean {near[0]}?" if near else ""
-    place = where.removesuffix(f": {key}") if where != key else "command line"
+    place = COMMAND_LINE if where.startswith("--") else where.removesuffix(f": {key}")
     fix = None if near else "configs/example-full.yaml lists all settings"
     return ConfigError(place, f"unknown setting {key}{hint}", fix=fix)
 

@@ -130,7 +130,9 @@ class _RunCLI(LightningCLI):
 
 
 def _add_setting(container: Any, setting: Setting) -> None:
-    container.add_argument(f"--{setting.key}", type=setting.annotation, default=setting.default, help=setting.doc)
+    # With dict[str, Any] jsonargparse would turn texts such as "on" inside the mapping into other values.
+    kind = dict | None if setting.annotation == dict[str, Any] | None else setting.annotation
+    container.add_argument(f"--{setting.key}", type=kind, default=setting.default, help=setting.doc)
 
 
 def parse_command_line(arguments: list[str]) -> tuple[LightningArgumentParser, Namespace]:

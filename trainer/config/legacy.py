@@ -90,7 +90,8 @@ class _Mapping:
         self.source = source
         self.notes = notes
         self.values = {
-            section: dict(value) if isinstance(value, dict) else value for section, value in source.values.items()
+            section: dict(value or {}) if isinstance(value, dict | None) else value
+            for section, value in source.values.items()
         }
         self.lines = dict(source.lines)
         self.ignored: list[str] = []
@@ -116,7 +117,8 @@ class _Mapping:
             raise ConfigError(self.where(older), problem, fix=f"remove {older}")
         section, _, name = key.rpartition(".")
         owner = self.values.setdefault(section, {}) if section else self.values
-        owner[name] = value
+        if isinstance(owner, dict):  # else the section itself is malformed, which is found later
+            owner[name] = value
         if older in self.lines:
             self.lines.setdefault(key, self.lines[older])
 
@@ -225,6 +227,8 @@ def _map_renamed(mapping: _Mapping) -> None:
     for older, key in _RENAMED.items():
         if mapping.has(older):
             value = mapping.take(older)
+            if older == "ckpt_path" and value == "last":
+                value = "auto"
             if value is not None:
                 mapping.put(key, value, older)
                 mapping.notes.append(f"{older} is now {key}: {value}")
@@ -260,26 +264,27 @@ def _map_checkpoint_callback(mapping: _Mapping) -> None:
         return
     callbacks = mapping.get("trainer.callbacks")
     blocks = callbacks if isinstance(callbacks, list) else [callbacks]
-    kept = []
-    for block in blocks:
-        name = block.get("class_path", "") if isinstance(block, dict) else block
-        if isinstance(name, str) and name.rpartition(".")[2] == "ModelCheckpoint":
-            _read_checkpoint_block(mapping, (block.get("init_args") if isinstance(block, dict) else None) or {})
-        else:
-            kept.append(block)
-    if len(kept) == len(blocks):
-        return
-    mapping.values["trainer"]["callbacks"] = kept or None
+    ours = [block for block in blocks if _class_name(block) == "ModelCheckpoint"]
+    for block in ours:
+        arguments = block.get("init_args") if isinstance(block, dict) else None
+        _read_checkpoint_block(mapping, arguments if isinstance(arguments, dict) else {})
+    if ours:
+        mapping.values["trainer"]["callbacks"] = [block for block in blocks if block not in ours] or None
+
+
+def _class_name(block: object) -> str:
+    path = block.get("class_path") if isinstance(block, dict) else block
+    return path.rpartition(".")[2] if isinstance(path, str) else ""
 
 
 def _read_checkpoint_block(mapping: _Mapping, arguments: dict[str, Any]) -> None:
-    every_steps, top_k = arguments.get("every_n_train_steps"), arguments.get("save_top_k")
-    monitor = arguments.get("monitor")
+    top_k, monitor = arguments.get("save_top_k"), arguments.get("monitor")
     read = {
         "dir": arguments.get("dirpath"),
-        "every_steps": every_steps,
-        "keep": None if top_k is None else max(top_k, 0),
-        "best": True if monitor not in (None, "step") else None,
+        "every_steps": arguments.get("every_n_train_steps"),
+        # -1 keeps all, which is 0 here; 0 keeps none, which there is no reason for.
+        "keep": {-1: 0, 0: 1}.get(top_k, top_k) if isinstance(top_k, int) else None,
+        "best": True if isinstance(monitor, str) and "val" in monitor else None,
     }
     taken = {name: value for name, value in read.items() if value is not None}
     for name, value in taken.items():

@@ -17,7 +17,10 @@ from trainer.config.schema import RunConfig
 from trainer.errors import ConfigError
 from trainer.logs import mask_secrets
 
-__all__ = ["Source", "dump_yaml", "parse_scalar", "read_yaml", "saved_config"]
+__all__ = ["COMMAND_LINE", "Source", "parse_scalar", "read_yaml", "saved_config"]
+
+COMMAND_LINE = "command line"
+"""Name of the source that holds options."""
 
 _MAX_BYTES = 2**20
 _MAX_VALUES = 100_000
@@ -29,17 +32,19 @@ _NON_FINITE = re.compile(r"[-+]?\.?(nan|inf|infinity)$", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Source:
-    """Settings from one place: a YAML file or one option of the command line."""
+    """Settings from one place: a YAML file, or options of the command line that follow each other."""
 
     name: str
-    """File as the user wrote it, or `--section.key` for an option."""
+    """File as the user wrote it, or `COMMAND_LINE`."""
     values: dict[str, Any]
     """Nested plain values: dict, list, str, int, float, bool, None."""
     lines: dict[str, int] = field(default_factory=dict)
-    """Line (from 1) of each key, by its dotted name; empty for an option."""
+    """Line (from 1) of each key, by its dotted name; empty for options."""
 
     def where(self, key: str) -> str:
-        """Place of a key for an error message: `run.yaml:12: model.ctx_len`, or the key alone."""
+        """Place of a key for an error message: `run.yaml:12: model.ctx_len`, or `--model.ctx_len`."""
+        if self.name == COMMAND_LINE:
+            return f"--{key}"
         parent = key
         while parent and parent not in self.lines:
             parent = parent.rpartition(".")[0]
@@ -92,11 +97,6 @@ def parse_scalar(text: str, where: str) -> Any:
     except (yaml.YAMLError, RecursionError):
         return text
     return None if node is None else _NodeReader(where, has_lines=False).convert(node, where)
-
-
-def dump_yaml(values: dict[str, Any]) -> str:
-    """YAML text of plain values, in their order."""
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100)
 
 
 def saved_config(run: RunConfig) -> dict[str, Any]:
