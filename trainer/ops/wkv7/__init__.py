@@ -26,6 +26,11 @@ BACKENDS = ("auto", "cuda", "chunked", "reference")
 _logger = get_logger(__name__)
 
 
+def _own_precision(like: Tensor) -> torch.autocast:
+    """Keeps an autocast region around us from rounding the products inside the recurrence."""
+    return torch.autocast(like.device.type, enabled=False)
+
+
 @torch.library.custom_op("rwkv7::wkv_forward", mutates_args=())
 def _wkv_forward(
     r: Tensor, w_raw: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
@@ -33,7 +38,8 @@ def _wkv_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if backend == "cuda":
         return cuda.forward(r, w_raw, k, v, a, b, state, reset, save)
-    y, state_out, starts = chunked.forward(r, w_raw, k, v, a, b, state, reset)
+    with _own_precision(r):
+        y, state_out, starts = chunked.forward(r, w_raw, k, v, a, b, state, reset)
     return y, state_out, starts if save else starts.new_empty(0)
 
 
@@ -53,7 +59,8 @@ def _wkv_backward(
     reset: Tensor | None, starts: Tensor, dy: Tensor | None, dstate: Tensor | None, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     implementation = cuda.backward if backend == "cuda" else chunked.backward
-    return implementation(r, w_raw, k, v, a, b, reset, starts, dy, dstate)
+    with _own_precision(r):
+        return implementation(r, w_raw, k, v, a, b, reset, starts, dy, dstate)
 
 
 @_wkv_backward.register_fake
@@ -141,7 +148,8 @@ def wkv7(
     inputs = [x.float() if dtype == torch.float16 else x for x in (r, w_raw, k, v, a, b)]
     backend = choose_backend(backend, inputs[0])
     if backend == "reference":
-        y, state_out = wkv7_reference(*inputs, state, reset)
+        with _own_precision(r):
+            y, state_out = wkv7_reference(*inputs, state, reset)
         return y.to(dtype), state_out
     if tokens == 0:
         return torch.zeros_like(r), state.clone()
