@@ -408,6 +408,23 @@ def test_reading_the_config_layer_needs_neither_torch_nor_lightning():
     assert done.stdout.strip() == "set()"
 
 
+@pytest.mark.parametrize("option", ["--model.ctx_lne=64", "--model.ctx_len=abc", "--sed=1", "--config=missing.yaml"])
+def test_most_mistakes_are_found_before_anything_heavy_is_imported(folder, option):
+    code = (
+        "import sys; from trainer.cli import main; main(sys.argv[1:]); print({'torch', 'lightning'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "fit", "-c", "base.yaml", option],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.stderr.startswith("error: ")
+    assert done.stdout.strip() == "set()"
+
+
 def test_environment_is_read_only_where_it_may_be():
     allowed = {"trainer/cli.py", "trainer/ops/wkv7/build.py"}
     readers = set()

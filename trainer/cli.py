@@ -143,6 +143,7 @@ def _parse(arguments: Arguments, command: str, check: Callable[[RunConfig, Any],
     shown = arguments.wants_help or arguments.wants_printed_config
     if not arguments.config_files and not shown:
         raise ConfigError(COMMAND_LINE, "a config is needed", fix=_usage(command))
+    arguments.check(lightning=None)
     from trainer.cli_parser import parse_command_line, trainer_defaults
 
     subcommand = command if command in _COMMANDS else "fit"

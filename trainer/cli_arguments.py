@@ -7,7 +7,6 @@ in the order given. Only options that Lightning's own arguments need stay as the
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import re
 import typing
@@ -16,13 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.config.fields import SECTIONS, accepts, describe_type, settings
+from trainer.config.fields import SECTIONS, settings
+from trainer.config.keys import check_keys, check_option, check_types, has_key
 from trainer.config.legacy import map_older_keys
 from trainer.config.yaml_files import COMMAND_LINE, Source, parse_scalar, read_yaml
 from trainer.errors import ConfigError
-from trainer.logs import mask_secrets
 
-__all__ = ["Arguments", "Option", "files_first", "has_key", "read_arguments", "run_name", "split_words"]
+__all__ = ["Arguments", "Option", "files_first", "read_arguments", "run_name", "split_words"]
 
 _UNPRINTABLE = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
 _NO_VALUE = ("help", "h", "dry-run", "dry_run", "print_config")
@@ -72,22 +71,18 @@ class Arguments:
         """Whether any source holds the key."""
         return any(has_key(source.values, key) for source in self.sources)
 
-    def check(self, trainer_defaults: Mapping[str, Any]) -> None:
+    def check(self, lightning: Collection[str] | None) -> None:
         """Refuse settings that do not exist, naming the nearest that does, and values of the wrong type.
 
         Args:
-            trainer_defaults: name and default of each argument of Lightning's Trainer.
+            lightning: names of the arguments of Lightning's Trainer; None while Lightning is not loaded: then the
+                names in `trainer:` are not checked.
         """
-        known = [*settings(), *(f"trainer.{name}" for name in trainer_defaults)]
         for source in self.sources:
-            _check_sections(source, known)
-            _check_types(source, in_lightning={f"trainer.{name}" for name in trainer_defaults})
+            check_keys(source, lightning)
+            check_types(source)
         for option in self.options:
-            key = ".".join(option.rstrip("+").split(".")[:2])
-            if key in SECTIONS:
-                raise ConfigError(f"--{option}", "is a section", fix="put it into a YAML file and name that with -c")
-            if key not in known:
-                raise _unknown(f"--{option}", key, known)
+            check_option(option, lightning)
 
     def words(self, trainer_defaults: Mapping[str, Any]) -> list[str]:
         """The words for the parser: each source becomes one `--config` with its values as JSON."""
@@ -236,64 +231,6 @@ def _value_of(name: str, text: str) -> Any:
     if str in types or name == "ckpt_path":
         return None if text == "null" else text
     return parse_scalar(text, f"--{name}")
-
-
-def has_key(values: Any, key: str) -> bool:
-    """Whether nested values hold the dotted key."""
-    for part in key.split("."):
-        if not isinstance(values, dict) or part not in values:
-            return False
-        values = values[part]
-    return True
-
-
-def _check_sections(source: Source, known: Collection[str]) -> None:
-    for section, values in source.values.items():
-        if section in SECTIONS:
-            if not isinstance(values, dict | None):
-                raise ConfigError(source.where(section), "is a section", rule=f"a mapping such as `{section}: {{...}}`")
-            for name in values or ():
-                if f"{section}.{name}" not in known:
-                    raise _unknown(source.where(f"{section}.{name}"), f"{section}.{name}", known)
-        elif section not in known:
-            raise _unknown(source.where(section), section, known)
-
-
-def _check_types(source: Source, in_lightning: Collection[str]) -> None:
-    """Check values of our settings; those that Lightning has too take more than one type and are its to check."""
-    for key, setting in settings().items():
-        if key in in_lightning or not has_key(source.values, key):
-            continue
-        value = source.values[setting.section][setting.name] if setting.section else source.values[key]
-        if not accepts(setting.annotation, value):
-            raise ConfigError(
-                source.where(key), f"{_shown(value, setting.name)} is not {describe_type(setting.annotation)}"
-            )
-
-
-def _shown(value: object, name: str) -> str:
-    if isinstance(value, dict | list):
-        return "a mapping" if isinstance(value, dict) else "a list"
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
-    return f'"{mask_secrets(str(value), name)}"'
-
-
-def _unknown(where: str, key: str, known: Collection[str]) -> ConfigError:
-    section, _, name = key.rpartition(".")
-    beside = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == section}
-    anywhere = {k.rpartition(".")[2]: k for k in known}
-    near = (
-        [anywhere[name]]
-        if name in anywhere
-        else [beside[n] for n in difflib.get_close_matches(name, beside, n=1, cutoff=0.6)]
-        or [anywhere[n] for n in difflib.get_close_matches(name, anywhere, n=1, cutoff=0.75)]
-        or difflib.get_close_matches(key, SECTIONS, n=1, cutoff=0.6)
-    )
-    hint = f"; did you mean {near[0]}?" if near else ""
-    place = COMMAND_LINE if where.startswith("--") else where.removesuffix(f": {key}")
-    fix = None if near else "configs/example-full.yaml lists all settings"
-    return ConfigError(place, f"unknown setting {key}{hint}", fix=fix)
 
 
 def _filled(source: Source, trainer_defaults: Mapping[str, Any]) -> dict[str, Any]:
