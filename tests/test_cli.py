@@ -257,6 +257,14 @@ def test_older_keys_work_in_files_and_options_and_are_said_once(folder, calls, c
     assert parse_run_config(["base.yaml", "--auto-resume-ckpt-dir=auto"]).checkpoint.dir == "runs/base"
 
 
+def test_a_whole_config_of_the_older_trainer_is_read(folder):
+    run = parse_run_config([str(ROOT / "tests/fixtures/config/older_trainer.yaml")])
+    assert (run.model.bptt_window, run.model.grad_clip, run.model.warmup_steps) == ("full", 1.0, 0)
+    assert (run.checkpoint.dir, run.checkpoint.every_steps, run.checkpoint.keep) == ("checkpoints", 100, 3)
+    assert (run.strategy, run.precision, run.max_epochs) == ("deepspeed_stage_1", "bf16-mixed", 1)
+    assert (run.trainer.target_batch_size, run.trainer.microbatch_size, run.resume) == (32, 8, "never")
+
+
 def test_environment_of_the_older_trainer(folder, monkeypatch):
     monkeypatch.setenv("RWKV_NO_CUDA", "1")
     monkeypatch.setenv("RWKV_TORCH_COMPILE", "1")

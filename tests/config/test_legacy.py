@@ -66,6 +66,7 @@ def test_renamed_keys():
     assert any("gradient_clip_val" in note for note in notes)
     assert mapped(trainer={"gradient_clip_val": None}, model=None)[0] == {"trainer": {}, "model": {}}
     assert mapped(ckpt_path="last")[0] == {"resume": "auto"}
+    assert mapped(ckpt_path=None)[0] == {}
 
 
 def test_minus_one_meant_unset():

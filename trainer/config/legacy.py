@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.config.fields import SECTIONS
 from trainer.config.schema import RunConfig
 from trainer.config.yaml_files import Source
 from trainer.errors import ConfigError
@@ -90,7 +91,7 @@ class _Mapping:
         self.source = source
         self.notes = notes
         self.values = {
-            section: dict(value or {}) if isinstance(value, dict | None) else value
+            section: dict(value or {}) if section in SECTIONS and isinstance(value, dict | None) else value
             for section, value in source.values.items()
         }
         self.lines = dict(source.lines)
