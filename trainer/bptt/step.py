@@ -137,10 +137,11 @@ class _MicroRun:
         self.labels: list[int] = []
 
     def _input(self, chunk: Chunk, state: ModelState) -> ChunkInput:
-        if self.batch is None or chunk.rows == 0:
+        if not chunk.rows:
             ids = torch.zeros(1, MASKED_TOKENS, dtype=torch.int64, device=self.device)
             weight = torch.zeros(1, MASKED_TOKENS, device=self.device)
-            return ChunkInput(ids, ids, weight, None, self.engine.zero_state(1))
+            return ChunkInput(ids, ids, weight, None, state)
+        assert self.batch is not None
         part = (slice(0, chunk.rows), slice(chunk.start, chunk.stop))
         reset = self.batch.reset_BT[part]
         # Rows that start anew have a zero state at token 0 already: no mask is needed for that reset.
@@ -153,35 +154,42 @@ class _MicroRun:
             state,
         )
 
+    def _entering(self, chunk: Chunk, state: ModelState) -> ModelState:
+        """State of the rows that are left, or of one masked row."""
+        return _rows(state, chunk.rows) if chunk.rows else self.engine.zero_state(1)
+
     def _forward_only(self, index: int, state: ModelState) -> ModelState:
         chunk = self.plan.chunks[index]
         with torch.no_grad():
             _, after = self.engine.forward(
-                self._input(chunk, _rows(state, max(1, chunk.rows))), with_loss=False, is_last=False
+                self._input(chunk, self._entering(chunk, state)), with_loss=False, is_last=False
             )
         return after if chunk.rows else state
 
     def _train(
         self, index: int, state: ModelState, gradient: list[Tensor] | None, want_gradient: bool, is_last: bool
-    ) -> tuple:
-        """Forward and backward of one chunk: the state after it, and the gradient of the state before it."""
+    ) -> tuple[ModelState, list[Tensor] | None]:
+        """Forward and backward of one chunk: the state after it, and the gradient of the state before it.
+
+        A masked chunk builds the same graph as any other, because ZeRO-3 compares the order in which ranks
+        use their modules; its gradients are zero.
+        """
         chunk = self.plan.chunks[index]
-        state = detach_state(_rows(state, max(1, chunk.rows)))
-        if want_gradient and chunk.rows:
-            state = map_state(lambda x: x.requires_grad_(), state)
-        loss, after = self.engine.forward(self._input(chunk, state), with_loss=True, is_last=is_last)
+        entering = detach_state(self._entering(chunk, state))
+        if want_gradient:
+            entering = map_state(lambda x: x.requires_grad_(), entering)
+        loss, after = self.engine.forward(self._input(chunk, entering), with_loss=True, is_last=is_last)
         assert loss is not None
         self.losses.append(loss.detach())
         self.labels.append(index)
-        if gradient is not None and chunk.rows:
+        if gradient is not None:
             leaving = state_tensors(after)
-            gradient = [_pad_rows(g, x) for g, x in zip(gradient, leaving, strict=True)]
-            loss = _StateGradient.apply(gradient, loss, *leaving)
+            loss = _StateGradient.apply(
+                [_pad_rows(g, x) for g, x in zip(gradient, leaving, strict=True)], loss, *leaving
+            )
         self.engine.backward(loss, is_last=is_last)
-        if not chunk.rows:
-            return state, None
-        entering = [x.grad for x in state_tensors(state)] if want_gradient else None
-        return detach_state(after), entering
+        new = [x.grad for x in state_tensors(entering)] if want_gradient else None
+        return detach_state(after) if chunk.rows else state, new
 
     def run(self, state: ModelState, ends_step: bool, max_kept: int) -> ModelState:
         """All chunks; returns the state after the last token, detached."""

@@ -47,7 +47,7 @@ def _generator(seed: int, name: str) -> torch.Generator:
 def _orthogonal(name: str, size: tuple[int, ...], gain: float, seed: int) -> Tensor:
     rows, columns = size
     stretched = gain * math.sqrt(max(1.0, rows / columns)) if name.split(".")[-1] in {"w2", "a2", "v2", "g2"} else gain
-    return nn.init.orthogonal_(torch.empty(size), gain=stretched, generator=_generator(seed, name))
+    return nn.init.orthogonal_(torch.empty(size, dtype=torch.float32), gain=stretched, generator=_generator(seed, name))
 
 
 def _vectors(shape: ModelShape, layer: int) -> dict[str, Tensor]:
@@ -101,7 +101,7 @@ def init_weights(shape: ModelShape, seed: int, emb_scale: float = _EMB_SCALE) ->
     def make(item: tuple[str, tuple[int, ...]]) -> Tensor:
         name, size = item
         if name == "emb.weight":
-            return torch.empty(size).uniform_(-emb_scale, emb_scale, generator=_generator(seed, name))
+            return torch.empty(size, dtype=torch.float32).uniform_(-emb_scale, emb_scale, generator=_generator(seed, name))
         if name == "head.weight":
             gain = 0.5 * math.sqrt(max(1.0, shape.vocab_size / shape.n_embd))
             return _orthogonal(name, size, gain, seed)

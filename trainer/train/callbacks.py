@@ -70,6 +70,7 @@ class MetricsFile(Callback):
         row: dict[str, Any] = {"step": trainer.global_step, "epoch": trainer.current_epoch}
         row |= {name.removeprefix("train/"): value for name, value in pl_module.last_metrics.items()}
         row["loss_hex"] = float(row["loss"]).hex()
+        row["memory_gib"] = round(_memory_gib(pl_module.device), 4)
         row["time"] = round(time.time(), 3)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")

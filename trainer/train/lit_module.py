@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -75,7 +76,7 @@ class LitRWKV7(pl.LightningModule):
         path = self.run.model.load_model
         if path is None:
             return init_weights(self.shape, self.run.seed)
-        return canonical_weights(read_weights(path), path)
+        return canonical_weights(read_weights(Path(path)), Path(path))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """AdamW with the official groups; under DeepSpeed its engine owns the master weights."""

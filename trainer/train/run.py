@@ -93,6 +93,8 @@ def build_trainer(
     """
     arguments = {key: value for key, value in trainer_arguments.items() if key not in _OURS}
     strategy = trainer_arguments.get("strategy")
+    if arguments.get("enable_progress_bar") is False:
+        callbacks = [callback for callback in callbacks if not isinstance(callback, RunProgress)]
     uses_deepspeed = run.strategy.startswith("deepspeed")
     arguments |= {
         "strategy": strategy if isinstance(strategy, pl.strategies.Strategy) else make_strategy(run),
@@ -215,8 +217,8 @@ def _fit(
     if run.trainer.max_tokens > 0:
         callbacks.append(TokenLimit(run.trainer.max_tokens))
     trainer = build_trainer(run, trainer_arguments, directory=directory, callbacks=callbacks)
-    if trainer.is_global_zero:
-        data.prepare_data()
+    # All ranks may come here at once: the first builds, the others wait for its lock and find it done.
+    data.prepare_data()
     data.setup("fit")
     data.trainer = trainer
     lanes = data.train_dataloader()
