@@ -103,7 +103,7 @@ def error_of(capsys, *argv, code=2):
         (("  tokenizer: byte", "  tokenizer: byte\n  s3_secret_key: CANARY"), ["unknown setting data.s3_secret_key"]),
         (("seed_everything: 7", "sed_everything: 7"), ["base.yaml:1", "sed_everything", "mean seed_everything?"]),
         (("seed_everything: 7", "seed_everything: true"), ["seed_everything: true is not an int"]),
-        (("seed_everything: 7", "modell: {}"), ["unknown setting modell", "mean model?"]),
+        (("seed_everything: 7", "mmodel: {}"), ["unknown setting mmodel", "mean model?"]),
         (("seed_everything: 7", "checkpoint: 3"), ["base.yaml:1: checkpoint", "section"]),
         (("  ctx_len: 64", "  data_path: x"), ["unknown setting model.data_path", "mean data.data_path?"]),
         (("  ctx_len: 64", "  dropout: 0.1"), ["base.yaml:11", "model.dropout", "fix: "]),
