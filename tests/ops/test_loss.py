@@ -64,7 +64,9 @@ def test_penalty_is_the_largest_logit_times_its_weight(upstream):
     """The official rule: upstream x weight x 1e-4 x max is added to the gradient of the largest logit."""
     case = draw()
     logits = (case.hidden @ case.head.mT).requires_grad_()
-    (d_logits,) = torch.autograd.grad((case.weight * F.cross_entropy(logits, case.target, reduction="none")).sum(), logits)
+    (d_logits,) = torch.autograd.grad(
+        (case.weight * F.cross_entropy(logits, case.target, reduction="none")).sum(), logits
+    )
     largest, position = logits.detach().max(1)
     d_logits = d_logits * upstream
     d_logits[torch.arange(ROWS), position] += upstream * case.weight * 1e-4 * largest
@@ -74,11 +76,16 @@ def test_penalty_is_the_largest_logit_times_its_weight(upstream):
 
 
 def test_first_of_equal_largest_logits_is_pulled():
-    hidden, head = torch.ones(1, 1, dtype=torch.float64), torch.tensor([[1.0], [5.0], [5.0], [2.0]], dtype=torch.float64)
+    hidden, head = (
+        torch.ones(1, 1, dtype=torch.float64),
+        torch.tensor([[1.0], [5.0], [5.0], [2.0]], dtype=torch.float64),
+    )
     case = Case(hidden, head, torch.tensor([0]), torch.ones(1, dtype=torch.float64))
     _, _, without = run(linear_cross_entropy, case, 0.0)
     _, _, with_penalty = run(linear_cross_entropy, case, 0.5)
-    torch.testing.assert_close((with_penalty - without).flatten(), torch.tensor([0.0, 2.5, 0.0, 0.0], dtype=torch.float64))
+    torch.testing.assert_close(
+        (with_penalty - without).flatten(), torch.tensor([0.0, 2.5, 0.0, 0.0], dtype=torch.float64)
+    )
     _, _, reference = run(linear_cross_entropy_reference, case, 0.5)
     torch.testing.assert_close(with_penalty, reference)
 

@@ -44,11 +44,17 @@ class Case(NamedTuple):
 
     def to(self, dtype: torch.dtype) -> Case:
         return Case(
-            tuple(x.to(dtype) for x in self.inputs), self.state.to(dtype), self.reset, self.dy.to(dtype), self.dstate_out.to(dtype)
+            tuple(x.to(dtype) for x in self.inputs),
+            self.state.to(dtype),
+            self.reset,
+            self.dy.to(dtype),
+            self.dstate_out.to(dtype),
         )
 
 
-def draw(tokens: int, kind: str = "model", resets: str = "nowhere", *, batch: int = 2, heads: int = 2, size: int = 16) -> Case:
+def draw(
+    tokens: int, kind: str = "model", resets: str = "nowhere", *, batch: int = 2, heads: int = 2, size: int = 16
+) -> Case:
     generator = torch.Generator().manual_seed(tokens)
 
     def normal(*shape: int) -> Tensor:
@@ -67,7 +73,13 @@ def draw(tokens: int, kind: str = "model", resets: str = "nowhere", *, batch: in
         k, key = torch.zeros_like(k), torch.zeros_like(key)
     key = normalize(key, dim=-1)
     inputs = tuple(x.float().double() for x in (r, w_raw, k, v, -key, key * rate))
-    return Case(inputs, normal(batch, heads, size, size), reset_mask(batch, tokens, resets), dy, normal(batch, heads, size, size))
+    return Case(
+        inputs,
+        normal(batch, heads, size, size),
+        reset_mask(batch, tokens, resets),
+        dy,
+        normal(batch, heads, size, size),
+    )
 
 
 def reset_mask(batch: int, tokens: int, resets: str) -> Tensor | None:
@@ -82,7 +94,9 @@ def reset_mask(batch: int, tokens: int, resets: str) -> Tensor | None:
     return mask
 
 
-def run(case: Case, backend: str, op: Callable[..., tuple[Tensor, Tensor]] = wkv7, outputs: str = "both") -> dict[str, Tensor]:
+def run(
+    case: Case, backend: str, op: Callable[..., tuple[Tensor, Tensor]] = wkv7, outputs: str = "both"
+) -> dict[str, Tensor]:
     """Outputs and gradients of all inputs; `outputs` says which of y and state_out are used later."""
     leaves = [x.clone().requires_grad_() for x in (*case.inputs, case.state)]
     y, state_out = op(*leaves, case.reset, backend)
@@ -203,7 +217,9 @@ def test_low_precision_rounds_inputs_and_outputs_only(dtype):
     for name in NAMES:
         is_state = name in ("state_out", "dstate")
         assert found[name].dtype == (torch.float32 if is_state else dtype)
-        error, plain_error = ((x[name].double() - expected[name]).norm() / expected[name].norm() for x in (found, plain))
+        error, plain_error = (
+            (x[name].double() - expected[name]).norm() / expected[name].norm() for x in (found, plain)
+        )
         assert error <= 2 * plain_error + 1e-6, f"{name}: {error:.1e}, plain PyTorch {plain_error:.1e}"
 
 
