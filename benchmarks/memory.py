@@ -72,7 +72,9 @@ def main() -> int:
             for length in args.lengths:
                 table[window, length] = run(length, window, args, Path(name))
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    print(f"\nL{args.layers}-D{args.width} V{args.vocab} ctx {args.ctx} batch 1 {args.precision} grad_cp={args.grad_cp} on {device}, torch {torch.__version__}")
+    print(
+        f"\nL{args.layers}-D{args.width} V{args.vocab} ctx {args.ctx} batch 1 {args.precision} grad_cp={args.grad_cp} on {device}, torch {torch.__version__}"
+    )
     print(f"{'window':>8s} {'tokens':>10s} {'peak GiB':>10s} {'ratio':>8s} {'tokens/s':>10s} {'loss':>8s}")
     worst = 0.0
     for (window, length), (memory, speed, loss) in table.items():

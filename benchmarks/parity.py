@@ -156,9 +156,17 @@ def main() -> int:
                 if weights is not None:
                     expected = band["heldout_512"]["value"] if label == "own weights" else 1.149275
                     loss = heldout_loss(weights, folder, device, dtype)
-                    rows.append((f"held-out loss, {label} ({loss:.6f})", abs(loss - expected), 0.006 if label == "own weights" else 0.001))
+                    rows.append(
+                        (
+                            f"held-out loss, {label} ({loss:.6f})",
+                            abs(loss - expected),
+                            0.006 if label == "own weights" else 0.001,
+                        )
+                    )
         elapsed = metrics[-1]["time"] - metrics[0]["time"]
-    print(f"\n{args.precision} {args.strategy} kernel={args.kernel} compile={args.compile} ctx={args.ctx}: {len(metrics)} steps, {8192 * (len(metrics) - 1) / elapsed:,.0f} tokens/s")
+    print(
+        f"\n{args.precision} {args.strategy} kernel={args.kernel} compile={args.compile} ctx={args.ctx}: {len(metrics)} steps, {8192 * (len(metrics) - 1) / elapsed:,.0f} tokens/s"
+    )
     print(f"{'criterion':48s} {'deviation':>10s} {'tolerance':>10s}")
     for label, worst, tolerance in rows:
         print(f"{label:48s} {worst:10.6f} {tolerance:10.6f} {'ok' if worst <= tolerance else 'FAIL'}")

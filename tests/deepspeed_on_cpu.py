@@ -10,8 +10,8 @@ import os
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-from lightning.fabric.utilities.seed import reset_seed  # noqa: E402
-from lightning.pytorch.strategies import DeepSpeedStrategy  # noqa: E402
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies import DeepSpeedStrategy
 
 
 class CpuDeepSpeedStrategy(DeepSpeedStrategy):

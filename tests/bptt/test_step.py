@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainer.bptt.plan import StepPlan, boundary_stride, plan_chunks, plan_windows
-from trainer.bptt.step import ChunkInput, StepOptions, run_step
+from trainer.bptt.step import ChunkInput, StepOptions, evaluate_step, run_step
 from trainer.model.init import init_weights
 from trainer.model.naming import ModelShape
 from trainer.model.rwkv7 import RWKV7
@@ -36,7 +36,11 @@ class PlainEngine:
         if not with_loss:
             return None, state
         loss = linear_cross_entropy(
-            hidden.flatten(0, 1), self.model.head.weight, chunk.targets_BT.flatten(), chunk.weight_BT.flatten(), self.l2wrap
+            hidden.flatten(0, 1),
+            self.model.head.weight,
+            chunk.targets_BT.flatten(),
+            chunk.weight_BT.flatten(),
+            self.l2wrap,
         )
         return loss, state
 
@@ -51,7 +55,12 @@ def model() -> RWKV7:
     weights = init_weights(SHAPE, seed=1)
     generator = torch.Generator().manual_seed(2)
     # The official zeros would hide missing gradients.
-    model.load_state_dict({k: v.double() + 0.1 * torch.randn(v.shape, generator=generator, dtype=torch.float64) for k, v in weights.items()})
+    model.load_state_dict(
+        {
+            k: v.double() + 0.1 * torch.randn(v.shape, generator=generator, dtype=torch.float64)
+            for k, v in weights.items()
+        }
+    )
     return model
 
 
@@ -59,7 +68,11 @@ def make_batch(lengths: list[int], seed: int = 0, resets: bool = False, lanes: b
     generator = torch.Generator().manual_seed(seed)
     longest = max(lengths)
     ids = torch.zeros(len(lengths), longest, dtype=torch.int64)
-    targets, weight, reset = ids.clone(), torch.zeros(len(lengths), longest), torch.zeros(len(lengths), longest, dtype=torch.bool)
+    targets, weight, reset = (
+        ids.clone(),
+        torch.zeros(len(lengths), longest),
+        torch.zeros(len(lengths), longest, dtype=torch.bool),
+    )
     for row, length in enumerate(lengths):
         ids[row, :length] = torch.randint(0, 48, (length,), generator=generator)
         targets[row, :length] = torch.randint(0, 48, (length,), generator=generator)
@@ -71,7 +84,9 @@ def make_batch(lengths: list[int], seed: int = 0, resets: bool = False, lanes: b
 
 
 def options(**changes) -> StepOptions:
-    base = StepOptions(ctx_len=16, window="full", learning_range=-1, host_memory_bytes=1 << 30, num_micro=4, micro_rows=3)
+    base = StepOptions(
+        ctx_len=16, window="full", learning_range=-1, host_memory_bytes=1 << 30, num_micro=4, micro_rows=3
+    )
     return replace(base, **changes)
 
 
@@ -122,7 +137,9 @@ def hand_detached(model: RWKV7, batch: Batch, ctx_len: int, window: int) -> dict
             state = detach_state(state)
         hidden, state = model(batch.ids_BT[:, part], state, batch.reset_BT[:, part])
         weight = batch.weight_BT[:, part].flatten() / batch.weight_BT.sum()
-        total = total + linear_cross_entropy(hidden.flatten(0, 1), model.head.weight, batch.targets_BT[:, part].flatten(), weight)
+        total = total + linear_cross_entropy(
+            hidden.flatten(0, 1), model.head.weight, batch.targets_BT[:, part].flatten(), weight
+        )
     total.backward()
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
@@ -187,6 +204,16 @@ def test_masked_step_is_finite_and_zero(model):
     assert all(not g.any() for g in grads.values())
 
 
+def test_evaluation_is_the_loss_of_training(model):
+    batch = make_batch([90, 40])
+    loss, _, _ = gradients(model, [batch], options())
+    total, weight = evaluate_step(
+        PlainEngine(model), [batch], options(ctx_len=32), device=torch.device("cpu"), gather=lambda numbers: [numbers]
+    )
+    assert weight == batch.weight_BT.sum()
+    assert total / weight == pytest.approx(loss, rel=1e-6)
+
+
 def test_only_the_last_backward_ends_the_step(model):
     engine = PlainEngine(model)
     gradients(model, [make_batch([50]), make_batch([70, 20])], options(), engine=engine)
@@ -201,7 +228,9 @@ def test_ranks_agree_on_the_plan():
         return lambda numbers: messages[:rank] + [numbers] + messages[rank + 1 :]
 
     def plan(rank: int) -> StepPlan:
-        return StepPlan.agree(lengths[rank], 7.0, ctx_len=16, window=2, learning_range=-1, num_micro=2, gather=gather_with(rank))
+        return StepPlan.agree(
+            lengths[rank], 7.0, ctx_len=16, window=2, learning_range=-1, num_micro=2, gather=gather_with(rank)
+        )
 
     def record(numbers: list[float]) -> list[list[float]]:
         messages.append(numbers)

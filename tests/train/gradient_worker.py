@@ -28,7 +28,9 @@ class Recorder(LitRWKV7):
         weights = super().initial_weights()
         generator = torch.Generator().manual_seed(7)
         # The official zeros would hide gradients of most matrices.
-        return {n: w + 0.05 * torch.randn(w.shape, generator=generator, dtype=torch.float32) for n, w in weights.items()}
+        return {
+            n: w + 0.05 * torch.randn(w.shape, generator=generator, dtype=torch.float32) for n, w in weights.items()
+        }
 
     def _update(self, optimizer, engine):
         if self.run.strategy.startswith("deepspeed"):

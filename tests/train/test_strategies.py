@@ -37,7 +37,12 @@ def gradients(folder: Path, data: Path, processes: int, **options) -> dict:
     if processes > 1 or options["strategy"].startswith("deepspeed"):
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     result = subprocess.run(
-        [*command, str(WORKER), json.dumps(message)], env=environment, capture_output=True, text=True, timeout=180, check=False
+        [*command, str(WORKER), json.dumps(message)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
     )
     assert result.returncode == 0, result.stderr[-3000:]
     return load_safetensors(out)
@@ -48,7 +53,8 @@ def reference(tmp_path_factory, data):
     """Gradients of one process in float64."""
     folder = tmp_path_factory.mktemp("reference")
     return {
-        window: gradients(folder, data, 1, strategy="auto", window=window, precision="64-true") for window in (1, "full")
+        window: gradients(folder, data, 1, strategy="auto", window=window, precision="64-true")
+        for window in (1, "full")
     }
 
 
@@ -64,7 +70,9 @@ def assert_close(got: dict, expected: dict, tolerance: float) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("window", [1, "full"])
 def test_ddp_float64(tmp_path, data, reference, window):
-    assert_close(gradients(tmp_path, data, 2, strategy="ddp", window=window, precision="64-true"), reference[window], 1e-12)
+    assert_close(
+        gradients(tmp_path, data, 2, strategy="ddp", window=window, precision="64-true"), reference[window], 1e-12
+    )
 
 
 @pytest.mark.slow
@@ -74,7 +82,11 @@ def test_ddp_float64(tmp_path, data, reference, window):
     [("ddp", 2e-6), ("deepspeed_stage_1", 1e-5), ("deepspeed_stage_2", 1e-5), ("deepspeed_stage_3", 1e-5)],
 )
 def test_float32(tmp_path, data, reference, strategy, tolerance, window):
-    assert_close(gradients(tmp_path, data, 2, strategy=strategy, window=window, precision="32-true"), reference[window], tolerance)
+    assert_close(
+        gradients(tmp_path, data, 2, strategy=strategy, window=window, precision="32-true"),
+        reference[window],
+        tolerance,
+    )
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -81,14 +81,12 @@ class _StateGradient(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx, gradients: list[Tensor], loss: Tensor, *state: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, gradients: list[Tensor], loss: Tensor, *state: Tensor) -> Tensor:
         ctx.gradients = gradients
         return loss.clone()
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, upstream: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         return (None, upstream, *ctx.gradients)
 
 
@@ -166,6 +164,14 @@ class _MicroRun:
             )
         return after if chunk.rows else state
 
+    def evaluate(self, index: int, state: ModelState) -> tuple[Tensor, ModelState]:
+        """Loss of one chunk and the state after it."""
+        chunk = self.plan.chunks[index]
+        data = self._input(chunk, self._entering(chunk, state))
+        loss, after = self.engine.forward(data, with_loss=True, is_last=False)
+        assert loss is not None
+        return loss, after if chunk.rows else state
+
     def _train(
         self, index: int, state: ModelState, gradient: list[Tensor] | None, want_gradient: bool, is_last: bool
     ) -> tuple[ModelState, list[Tensor] | None]:
@@ -184,11 +190,11 @@ class _MicroRun:
         self.labels.append(index)
         if gradient is not None:
             leaving = state_tensors(after)
-            loss = _StateGradient.apply(
+            loss = _StateGradient.apply(  # type: ignore[no-untyped-call]
                 [_pad_rows(g, x) for g, x in zip(gradient, leaving, strict=True)], loss, *leaving
             )
         self.engine.backward(loss, is_last=is_last)
-        new = [x.grad for x in state_tensors(entering)] if want_gradient else None
+        new = [x.grad for x in state_tensors(entering) if x.grad is not None] if want_gradient else None
         return detach_state(after) if chunk.rows else state, new
 
     def run(self, state: ModelState, ends_step: bool, max_kept: int) -> ModelState:

@@ -101,7 +101,9 @@ def init_weights(shape: ModelShape, seed: int, emb_scale: float = _EMB_SCALE) ->
     def make(item: tuple[str, tuple[int, ...]]) -> Tensor:
         name, size = item
         if name == "emb.weight":
-            return torch.empty(size, dtype=torch.float32).uniform_(-emb_scale, emb_scale, generator=_generator(seed, name))
+            return torch.empty(size, dtype=torch.float32).uniform_(
+                -emb_scale, emb_scale, generator=_generator(seed, name)
+            )
         if name == "head.weight":
             gain = 0.5 * math.sqrt(max(1.0, shape.vocab_size / shape.n_embd))
             return _orthogonal(name, size, gain, seed)

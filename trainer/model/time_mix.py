@@ -40,6 +40,24 @@ class TimeMix(nn.Module):
         kernel: backend of `wkv7`.
     """
 
+    x_r: nn.Parameter
+    x_w: nn.Parameter
+    x_k: nn.Parameter
+    x_v: nn.Parameter
+    x_a: nn.Parameter
+    x_g: nn.Parameter
+    w0: nn.Parameter
+    w1: nn.Parameter
+    w2: nn.Parameter
+    a0: nn.Parameter
+    a1: nn.Parameter
+    a2: nn.Parameter
+    v0: nn.Parameter
+    v1: nn.Parameter
+    v2: nn.Parameter
+    g1: nn.Parameter
+    g2: nn.Parameter
+
     def __init__(self, shape: ModelShape, layer: int, kernel: str) -> None:
         super().__init__()
         width, heads, size = shape.n_embd, shape.num_heads, shape.head_size

@@ -11,6 +11,8 @@ l2wrap = 1e-4 this is the official loss; a row with q = 0 gets neither term.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -50,7 +52,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx,
+        ctx: Any,
         hidden_RC: Tensor, head_VC: Tensor, target_R: Tensor, weight_R: Tensor, l2wrap: float, slice_rows: int,
     ) -> Tensor:  # fmt: skip
         wide = torch.float64 if hidden_RC.dtype == torch.float64 else torch.float32
@@ -73,7 +75,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, upstream: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         d_hidden, d_head = ctx.saved_tensors
         d_hidden = None if d_hidden is None else d_hidden * upstream.to(d_hidden.dtype)
         d_head = None if d_head is None else d_head * upstream.to(d_head.dtype)
@@ -81,7 +83,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _add_outer(total_VC: Tensor, d_logits_RV: Tensor, hidden_RC: Tensor) -> None:
-    """total += d_logits^T hidden, accumulated in the dtype of `total`."""
+    """Add d_logits^T hidden to the total, accumulated in the dtype of `total`."""
     if d_logits_RV.dtype == total_VC.dtype:
         total_VC.addmm_(d_logits_RV.mT, hidden_RC)
     elif d_logits_RV.is_cuda:

@@ -50,7 +50,7 @@ class LitRWKV7(pl.LightningModule):
         self.progress: dict[str, int] = {"tokens": 0, "samples": 0, "tokens_at_warmup_end": 0}
         self.data_position: dict[str, Any] | None = None
         self.lanes = LaneStates()
-        self.bad_gradient: Tensor | None = None
+        self.bad_gradient = torch.zeros(())
         self.last_metrics: dict[str, float] = {}
         self.stop_signal = 0
         """Number of the signal that asked this rank to stop; 0 = none."""
@@ -201,7 +201,7 @@ class LitRWKV7(pl.LightningModule):
         self.agreed_signal = int(max(rank[3] for rank in ranks))
         return loss, int(tokens), int(samples)
 
-    def _count(self, tokens: int, samples: int, position: dict[str, Any]) -> None:
+    def _count(self, tokens: int, samples: int, position: dict[str, Any] | None) -> None:
         self.progress["tokens"] += tokens
         self.progress["samples"] += samples
         if self.global_step <= self.schedule.warmup_steps:
@@ -218,7 +218,7 @@ class LitRWKV7(pl.LightningModule):
         self.last_metrics["train/samples"] = self.progress["samples"]
         for name, value in self.last_metrics.items():
             self.log(name, float(value), rank_zero_only=True)
-        every = self.trainer.log_every_n_steps or 0
+        every = getattr(self.trainer, "log_every_n_steps", 0)
         states = [state for state in result.states if state is not None]
         if every and self.global_step % every == 0 and states:
             for layer, entry in enumerate(states[-1]):
@@ -309,7 +309,8 @@ class LitRWKV7(pl.LightningModule):
         """Counters come back here, the data position through the data module."""
         self.progress = dict(checkpoint["progress"])
         self.data_position = checkpoint["data_position"]
-        self.trainer.datamodule.seek(self.data_position)
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        data.seek(self.data_position)
 
 
 @contextlib.contextmanager

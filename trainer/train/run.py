@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from trainer.checkpoint.atomic import prepare_directory, sweep
 from trainer.checkpoint.find import resolve_resume
@@ -191,7 +192,7 @@ def execute(command: str, run: RunConfig, trainer_arguments: dict[str, Any]) -> 
         _validate(run, shape, trainer_arguments, data, resumed_from)
         return
     prepare_directory(directory)
-    lock = RunLock(directory) if pl.utilities.rank_zero.rank_zero_only.rank == 0 else None
+    lock = RunLock(directory) if getattr(rank_zero_only, "rank", 0) == 0 else None
     if lock is not None:
         lock.acquire()
     try:

@@ -12,6 +12,8 @@ activation checkpointing can keep their results.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -73,16 +75,14 @@ def _(
     return (*grads, starts.new_empty((batch, heads, size, size)))  # type: ignore[return-value]
 
 
-def _setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:
+def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     r, w_raw, k, v, a, b, _, reset, backend, _ = inputs
     ctx.save_for_backward(r, w_raw, k, v, a, b, reset, output[2])
     ctx.set_materialize_grads(False)
     ctx.backend = backend
 
 
-def _autograd(
-    ctx: torch.autograd.function.FunctionCtx, dy: Tensor | None, dstate: Tensor | None, _: Tensor | None
-) -> tuple:
+def _autograd(ctx: Any, dy: Tensor | None, dstate: Tensor | None, _: Tensor | None) -> tuple:
     if dy is None and dstate is None:
         return (None,) * 10
     r, w_raw, k, v, a, b, reset, starts = ctx.saved_tensors
@@ -149,7 +149,8 @@ def wkv7(
     backend = choose_backend(backend, inputs[0])
     if backend == "reference":
         with _own_precision(r):
-            y, state_out = wkv7_reference(*inputs, state, reset)
+            r, w_raw, k, v, a, b = inputs
+        y, state_out = wkv7_reference(r, w_raw, k, v, a, b, state, reset)
         return y.to(dtype), state_out
     if tokens == 0:
         return torch.zeros_like(r), state.clone()

@@ -138,7 +138,12 @@ def forward(
     """Outputs, outgoing state, and the state at the start of every 16 tokens.
 
     Args:
-        r, w_raw, k, v, a, b: [B, T, H, N], T >= 1, one floating dtype.
+        r: [B, T, H, N], T >= 1, one floating dtype for all six.
+        w_raw: same shape.
+        k: same shape.
+        v: same shape.
+        a: same shape.
+        b: same shape.
         state: [B, H, N_value, N_key], float32 (float64 if the inputs are); all arithmetic is in its dtype.
         reset: bool [B, T] or None.
 
@@ -172,7 +177,7 @@ def _reverse_scan(q: _Intra, dy: Tensor, du_free: Tensor, dstate: Tensor) -> tup
 
 
 def _decay_gradient(q: _Intra, start_term: Tensor, x: Tensor, z: Tensor) -> Tensor:
-    """d loss / d log w from the pair sums x = r dr - b db - k dk and z = a da (module docstring)."""
+    """Gradient of log w from the pair sums x = r dr - b db - k dk and z = a da (module docstring)."""
     if q.same is None or q.first is None:
         return start_term - z.cumsum(-2) - (x.cumsum(-2) - x)
     within = q.same.to(x.dtype)
@@ -186,7 +191,13 @@ def backward(
     """Gradients of r, w_raw, k, v, a, b (inputs' dtype) and of the incoming state.
 
     Args:
-        r, w_raw, k, v, a, b, reset: as given to `forward`.
+        r: as given to `forward`, like the next six.
+        w_raw: see `forward`.
+        k: see `forward`.
+        v: see `forward`.
+        a: see `forward`.
+        b: see `forward`.
+        reset: see `forward`.
         starts: third result of `forward`.
         dy: gradient of y, or None for zero.
         dstate: gradient of the outgoing state, or None for zero.

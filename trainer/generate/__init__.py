@@ -1,0 +1,1 @@
+"""Writing text with a trained model, from a prompt or from a saved state."""
