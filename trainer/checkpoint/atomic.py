@@ -14,7 +14,7 @@ import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from trainer.checkpoint.failpoints import failpoint
@@ -305,7 +305,9 @@ def atomic_file(path: Path, needed_bytes: int | None = None) -> Iterator[Path]:
             temp.replace(target)
             _fsync(target.parent)
     finally:
-        temp.unlink(missing_ok=True)
+        # Where the folder is a file or gone, the error above says so; a second one here would hide it.
+        with suppress(OSError):
+            temp.unlink()
 
 
 def step_folders(directory: Path) -> list[Path]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from trainer.checkpoint.read import read_weights
 from trainer.data.tokenizers import StreamDecoder, Tokenizer, get_tokenizer
-from trainer.errors import ConfigError, NonFiniteError
+from trainer.errors import ConfigError, DataError, NonFiniteError
 from trainer.generate.sampling import Sampler, Sampling
 from trainer.generate.state_file import Snapshot
 from trainer.model.naming import shape_from_weights
@@ -38,6 +38,7 @@ __all__ = [
     "pick_device",
     "pick_dtype",
     "pick_tokenizer",
+    "read_prompt",
 ]
 
 CHAT_STOP = "\n\nUser:"
@@ -85,6 +86,22 @@ def chat_turn(text: str, *, is_first: bool) -> str:
     cleaned = re.sub(r"\n{2,}", "\n", text.replace("\r\n", "\n")).strip()
     separator = "" if is_first else "\n\n"
     return f"{separator}User: {cleaned}\n\nAssistant:"
+
+
+def read_prompt(text: str | None, file: Path | None) -> str:
+    """The text of `file`, to its last byte, or `text`; "" without either.
+
+    Raises:
+        DataError: if the file cannot be read or is not UTF-8.
+    """
+    if file is None:
+        return text or ""
+    try:
+        return file.read_bytes().decode("utf-8-sig")
+    except OSError as err:
+        raise DataError(file, f"cannot be read: {err.strerror}") from err
+    except UnicodeDecodeError as err:
+        raise DataError(file, f"is not UTF-8 at byte {err.start}", fix="convert it to UTF-8") from err
 
 
 def pick_device(name: str) -> torch.device:
@@ -178,6 +195,14 @@ class Generator:
         self.tokens_read = self.tokens_written = 0
         self.seconds_reading = self.seconds_writing = 0.0
         self._token_model = _token_model(model)
+
+    def speed(self) -> str:
+        """How much was read and written so far, and how fast."""
+        parts = (
+            ("read", self.tokens_read, self.seconds_reading),
+            ("wrote", self.tokens_written, self.seconds_writing),
+        )
+        return ", ".join(f"{verb} {count} tokens at {count / max(s, 1e-9):.1f} tokens/s" for verb, count, s in parts)
 
     def read(self, text: str) -> None:
         """Continue the text so far with `text`. Empty text changes nothing.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainer.errors import ConfigError
 
-__all__ = ["Sampler", "Sampling", "candidates", "penalized"]
+__all__ = ["SAMPLING_HELP", "Sampler", "Sampling", "candidates", "penalized"]
 
 # Nearly every distribution has its top-p share in so many tokens; sorting the whole vocabulary costs far more.
 _FIRST_LOOK = 1024
@@ -52,6 +52,17 @@ class Sampling:
             if not is_legal:
                 option = f"--{name.replace('_', '-')}"
                 raise ConfigError(option, "out of range", found=getattr(self, name), rule=rule)
+
+
+SAMPLING_HELP = {
+    "temperature": "below 1 bolder choices are rarer; 0 takes the most probable token",
+    "top_k": "draw from so many most probable tokens; 0 = all",
+    "top_p": "draw from the most probable tokens that have this share",
+    "repetition_penalty": "divides the logits of tokens already written; 1 = off",
+    "presence_penalty": "taken off the logits of tokens already written",
+    "frequency_penalty": "the same, for every time that they were written",
+}
+"""One line for each field of `Sampling`, for command lines."""
 
 
 def penalized(logits_V: Tensor, counts: Mapping[int, int], settings: Sampling) -> Tensor:

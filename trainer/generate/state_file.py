@@ -26,6 +26,7 @@ from trainer.checkpoint.read import read_pth
 from trainer.checkpoint.tensorfile import load_safetensors, save_safetensors
 from trainer.errors import CheckpointError
 from trainer.model.naming import ModelShape
+from trainer.model.rwkv7 import RWKV7
 from trainer.model.state import LayerState, ModelState
 
 __all__ = ["Snapshot", "load_state", "save_state"]
@@ -78,18 +79,17 @@ def save_state(path: Path, snapshot: Snapshot) -> None:
                 torch.save(tensors, file)
 
 
-def load_state(path: Path, shape: ModelShape, device: torch.device | str, dtype: torch.dtype) -> Snapshot:
+def load_state(path: Path, model: RWKV7) -> Snapshot:
     """The snapshot in a file of `save_state` or of state tuning.
 
     Args:
         path: .safetensors, .st or .pth.
-        shape: sizes of the model that will use it.
-        device: where its tensors go.
-        dtype: of the model's activations, which the shifts take; the recurrent state is float32.
+        model: the one that will use it; gives sizes, device, and the dtype of the shifts.
 
     Raises:
         CheckpointError: if it cannot be read, is not finite, or belongs to a model of other sizes.
     """
+    shape, like = model.shape, model.zero_state(1)[0]
     tensors = load_safetensors(path) if path.suffix in _SAFETENSORS_SUFFIXES else read_pth(path)
     expected = _state_shapes(shape) | {_LOGITS: (shape.vocab_size,)}
     optional = {name for name in expected if not name.endswith(".time_state")}
@@ -100,12 +100,11 @@ def load_state(path: Path, shape: ModelShape, device: torch.device | str, dtype:
     for layer in range(shape.n_layer):
         wkv = tensors[f"blocks.{layer}.att.time_state"]
         shift_att, shift_ffn = (
-            tensors.get(f"blocks.{layer}.{part}.shift_state", torch.zeros(shape.n_embd)).to(device, dtype)[None]
-            for part in ("att", "ffn")
+            tensors.get(f"blocks.{layer}.{part}.shift_state", torch.zeros(shape.n_embd)) for part in ("att", "ffn")
         )
-        states.append(LayerState(shift_att, shift_ffn, wkv.to(device, torch.float32)[None]))
+        states.append(LayerState(*(x[None].to(old) for x, old in zip((shift_att, shift_ffn, wkv), like, strict=True))))
     logits = tensors.get(_LOGITS)
-    return Snapshot(tuple(states), None if logits is None else logits.to(device, torch.float32))
+    return Snapshot(tuple(states), None if logits is None else logits.to(like.wkv.device, torch.float32))
 
 
 def _check_names(path: Path, found: set[str], expected: Mapping[str, tuple[int, ...]], optional: set[str]) -> None:
