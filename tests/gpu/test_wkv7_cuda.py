@@ -1,12 +1,11 @@
-"""The CUDA WKV-7 kernels against a float64 token loop, and their timing. Needs a GPU and nvcc.
+"""The CUDA WKV-7 kernels against a float64 token loop. Needs a GPU and nvcc.
 
-Also runs without pytest: `python tests/gpu/test_wkv7_cuda.py` prints every check and the timings.
+Also runs without pytest: `python tests/gpu/test_wkv7_cuda.py [check ...]` prints every check. benchmarks/ops.py times.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +24,8 @@ except ImportError:  # the file is also a program, for machines with PyTorch alo
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from trainer.ops.wkv7 import cuda
+from trainer.ops.wkv7 import cuda, cuda_chunked, cuda_sequential
+from trainer.ops.wkv7.cuda_launch import WINDOW, architectures, launch
 
 OUTPUTS = ("y", "state_out", "dr", "dw_raw", "dk", "dv", "da", "db", "dstate")
 IN_STATE_DTYPE = ("state_out", "dstate")
@@ -33,6 +33,25 @@ KINDS = ("model", "floor", "slow", "same_key", "zero_key", "huge_v")
 RESETS = ("none", "many", "not_first")
 TINY = 1e-30  # below this norm an expected result is compared absolutely
 GUARD_BYTES = 4096
+
+
+class Setup(NamedTuple):
+    """What runs: a kernel and the dtype of its inputs."""
+
+    kernel: str
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        """For the report."""
+        return f"{self.kernel}/{str(self.dtype)[6:]}"
+
+
+TENSOR_CORE = Setup("tensor_core", torch.bfloat16)
+SETUPS = (Setup("sequential", torch.float32), Setup("sequential", torch.bfloat16), TENSOR_CORE)
+TENSOR_CORE_LIMITS = {"y": 3.3e-3, "state_out": 2e-3, "dstate": 2e-3, "da": 5e-3, "db": 5e-3}
+TENSOR_CORE_LIMIT = 3.5e-3  # of the other results
+SAME_KEY_LIMIT = 2.5e-2  # of da and db when all keys are equal: what they depend on nearly cancels
+FEW_ELEMENTS, FEW_FACTOR = 4096, 1.25  # the error of a short row scatters
 
 
 class Row(NamedTuple):
@@ -56,6 +75,7 @@ class Case(NamedTuple):
     reset: Tensor
     dy: Tensor
     dstate_out: Tensor
+    kinds: tuple[str, ...]  # of values, per batch row
 
     def rows(self, rows: slice, heads: slice) -> Case:
         """The same for some batch rows and heads."""
@@ -65,6 +85,7 @@ class Case(NamedTuple):
             self.reset[rows].contiguous(),
             self.dy[rows, :, heads].contiguous(),
             self.dstate_out[rows, heads].contiguous(),
+            self.kinds[rows],
         )
 
     def tokens(self, begin: int, end: int) -> Case:
@@ -75,6 +96,7 @@ class Case(NamedTuple):
             self.reset[:, begin:end].contiguous(),
             self.dy[:, begin:end].contiguous(),
             self.dstate_out,
+            self.kinds,
         )
 
 
@@ -91,7 +113,7 @@ def draw(tokens: int, heads: int, size: int, rows: list[tuple[str, str]], seed: 
     states = (normal(len(rows), heads, size, size).float().double().cuda() for _ in range(2))
     state, dstate_out = (x * 0.5 for x in states)
     dy = normal(len(rows), tokens, heads, size).bfloat16().double().cuda()
-    return Case(inputs, state, reset.cuda(), dy, dstate_out)
+    return Case(inputs, state, reset.cuda(), dy, dstate_out, tuple(kind for kind, _ in rows))
 
 
 def _draw_row(kind: str, normal: Callable[..., Tensor], tokens: int, heads: int, size: int) -> tuple[Tensor, ...]:
@@ -151,11 +173,11 @@ def reference(case: Case, with_dy: bool = True, with_dstate: bool = True) -> dic
     return dict(zip(OUTPUTS, (y.detach(), state.detach(), *gradients), strict=True))
 
 
-def run(case: Case, dtype: torch.dtype, with_dy: bool = True, with_dstate: bool = True) -> dict[str, Tensor]:
+def run(case: Case, setup: Setup, with_dy: bool = True, with_dstate: bool = True) -> dict[str, Tensor]:
     """The kernels through the backend's functions."""
-    inputs = [x.to(dtype) for x in case.inputs]
-    y, state_out, starts = cuda.forward(*inputs, case.state.float(), case.reset, save=True)
-    dy = case.dy.to(dtype) if with_dy else None
+    inputs = [x.to(setup.dtype) for x in case.inputs]
+    y, state_out, starts = cuda.forward(*inputs, case.state.float(), case.reset, save=True, kernel=setup.kernel)
+    dy = case.dy.to(setup.dtype) if with_dy else None
     dstate_out = case.dstate_out.float() if with_dstate else None
     return dict(zip(OUTPUTS, (y, state_out, *cuda.backward(*inputs, case.reset, starts, dy, dstate_out)), strict=True))
 
@@ -165,9 +187,14 @@ def error(found: Tensor, expected: Tensor) -> float:
     return ((found.double() - expected).norm() / expected.norm().clamp_min(TINY)).item()
 
 
-def limit(name: str, dtype: torch.dtype) -> float:
-    """Tolerance of the relative L2 error."""
-    return 2e-3 if dtype == torch.bfloat16 and name not in IN_STATE_DTYPE else 1e-5
+def limit(name: str, setup: Setup, kind: str, elements: int) -> float:
+    """Tolerance of the relative L2 error of one result of one batch row."""
+    if setup.kernel == "tensor_core":
+        tolerance = TENSOR_CORE_LIMITS.get(name, TENSOR_CORE_LIMIT)
+        if kind == "same_key" and name in ("da", "db"):
+            tolerance = SAME_KEY_LIMIT
+        return tolerance * (FEW_FACTOR if elements < FEW_ELEMENTS else 1)
+    return 2e-3 if setup.dtype == torch.bfloat16 and name not in IN_STATE_DTYPE else 1e-5
 
 
 def differing(found: dict[str, Tensor], expected: dict[str, Tensor]) -> int:
@@ -175,27 +202,34 @@ def differing(found: dict[str, Tensor], expected: dict[str, Tensor]) -> int:
     return sum(not torch.equal(found[name], expected[name]) for name in OUTPUTS)
 
 
-def compare(label: str, found: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtype) -> Iterator[Row]:
-    """The worst batch row of each result, and a guard on its largest single error."""
+def compare(
+    label: str, found: dict[str, Tensor], expected: dict[str, Tensor], setup: Setup, kinds: tuple[str, ...]
+) -> Iterator[Row]:
+    """The worst batch row of each result among those of one tolerance, and a guard on its largest single error."""
     for name in OUTPUTS:
-        rows = range(len(expected[name]))
-        yield Row(f"{label} {name}", max(error(found[name][i], expected[name][i]) for i in rows), limit(name, dtype))
-        largest = expected[name].abs().flatten(1).amax(1).clamp_min(TINY)
-        worst = ((found[name].double() - expected[name]).abs().flatten(1).amax(1) / largest).max().item()
-        yield Row(f"{label} {name} max-norm", worst, 10 * limit(name, dtype))
+        by_limit: dict[float, list[tuple[float, float, str]]] = {}
+        for i, kind in enumerate(kinds):
+            difference, largest = (found[name][i].double() - expected[name][i]).abs(), expected[name][i].abs().max()
+            worst = (difference.max() / largest.clamp_min(TINY)).item()
+            tolerance = limit(name, setup, kind, expected[name][i].numel())
+            by_limit.setdefault(tolerance, []).append((error(found[name][i], expected[name][i]), worst, kind))
+        for tolerance, errors in by_limit.items():
+            value, _, kind = max(errors)
+            yield Row(f"{label} {setup} {kind} {name}", value, tolerance)
+            yield Row(f"{label} {setup} {name} max-norm", max(worst for _, worst, _ in errors), 10 * tolerance)
 
 
 def check_against_reference(tokens: int) -> Iterator[Row]:
-    """Every kind of values and resets at once, in both dtypes; then rows and heads alone, bit for bit."""
+    """Every kind of values and resets at once, in every setup; then rows and heads alone, bit for bit."""
     case = draw(tokens, 3, 64, [(kind, resets) for kind in KINDS for resets in RESETS])
     expected = reference(case)
-    for dtype in (torch.float32, torch.bfloat16):
-        label = f"T={tokens} {str(dtype)[6:]}"
-        found = run(case, dtype)
-        yield from compare(label, found, expected, dtype)
-        yield Row(f"{label} second run, differing", differing(run(case, dtype), found), 0)
+    for setup in SETUPS:
+        label = f"T={tokens} {setup}"
+        found = run(case, setup)
+        yield from compare(f"T={tokens}", found, expected, setup, case.kinds)
+        yield Row(f"{label} second run, differing", differing(run(case, setup), found), 0)
         for rows, heads in ((slice(1, 2), slice(0, 3)), (slice(5, 6), slice(1, 2)), (slice(2, 5), slice(2, 3))):
-            part = run(case.rows(rows, heads), dtype)
+            part = run(case.rows(rows, heads), setup)
             whole = {name: _part(name, found[name], rows, heads) for name in OUTPUTS}
             yield Row(f"{label} rows {rows} heads {heads} alone, differing", differing(part, whole), 0)
 
@@ -209,9 +243,12 @@ def check_absent_gradients() -> Iterator[Row]:
     case = draw(100, 3, 64, [("model", "none"), ("model", "not_first")])
     for with_dy, with_dstate in ((False, True), (True, False)):
         expected = reference(case, with_dy, with_dstate)
-        for dtype in (torch.float32, torch.bfloat16):
-            found = run(case, dtype, with_dy, with_dstate)
-            yield from compare(f"dy {with_dy} dstate_out {with_dstate} {str(dtype)[6:]}", found, expected, dtype)
+        for setup in SETUPS:
+            found = run(case, setup, with_dy, with_dstate)
+            rows = compare(f"dy {with_dy} dstate_out {with_dstate}", found, expected, setup, case.kinds)
+            if setup == TENSOR_CORE and not with_dy:  # what is left of a gradient that has passed through every chunk
+                rows = (row._replace(limit=2 * row.limit) for row in rows)
+            yield from rows
 
 
 def check_head_sizes() -> Iterator[Row]:
@@ -219,40 +256,52 @@ def check_head_sizes() -> Iterator[Row]:
     for size in (16, 32, 128):
         case = draw(100, 3, size, [(kind, resets) for kind in KINDS for resets in RESETS])
         expected = reference(case)
-        for dtype in (torch.float32, torch.bfloat16):
-            yield from compare(f"N={size} {str(dtype)[6:]}", run(case, dtype), expected, dtype)
+        for setup in SETUPS[:2]:
+            yield from compare(f"N={size}", run(case, setup), expected, setup, case.kinds)
 
 
 def check_no_reset() -> Iterator[Row]:
     """reset=None is reset nowhere; save=False changes no result."""
     case = draw(100, 3, 64, [("model", "none")] * 3)
     inputs = [x.bfloat16() for x in case.inputs]
-    y, state_out, _ = cuda.forward(*inputs, case.state.float(), case.reset, save=True)
-    plain = cuda.forward(*inputs, case.state.float(), None, save=False)
-    yield Row("reset=None save=False, differing", 2 - torch.equal(y, plain[0]) - torch.equal(state_out, plain[1]), 0)
+    for kernel in ("tensor_core", "sequential"):
+        y, state_out, _ = cuda.forward(*inputs, case.state.float(), case.reset, save=True, kernel=kernel)
+        plain = cuda.forward(*inputs, case.state.float(), None, save=False, kernel=kernel)
+        same = torch.equal(y, plain[0]) + torch.equal(state_out, plain[1])
+        yield Row(f"{kernel} reset=None save=False, differing", 2 - same, 0)
+
+
+def check_choice() -> Iterator[Row]:
+    """Tensor cores for bfloat16 and head size 64, and what the operators promise of the saved states."""
+    for size, dtype, expected in ((64, torch.bfloat16, "tensor_core"), (64, torch.float32, "sequential"),
+                                  (128, torch.bfloat16, "sequential")):  # fmt: skip
+        r = torch.zeros(1, 1, 1, size, dtype=dtype, device="cuda")
+        yield Row(f"kernel for {size} {dtype}, wrong", float(cuda.choose_kernel(r) != expected), 0)
+        starts = cuda.forward(r, r, r, r, r, r, torch.zeros(1, 1, size, size, device="cuda"), None, save=True)[2]
+        yield Row(f"dtype of starts for {size} {dtype}, wrong", float(cuda.starts_dtype(r) != starts.dtype), 0)
 
 
 def check_pieces() -> Iterator[Row]:
     """A row in pieces that are multiples of 16 tokens, states handed on, gives the same bits; also a very long row."""
     for tokens, cuts in ((100, (48, 64)), (65537, range(4096, 65537, 4096))):
-        for dtype in (torch.float32, torch.bfloat16):
+        for setup in SETUPS:
             case = draw(tokens, 1, 64, [("model", "none"), ("model", "not_first")][: 1 if tokens > 100 else 2])
-            whole = run(case, dtype)
-            in_pieces = run_in_pieces(case, dtype, [0, *cuts, tokens])
-            yield Row(f"T={tokens} {str(dtype)[6:]} in pieces, differing", differing(in_pieces, whole), 0)
+            whole = run(case, setup)
+            in_pieces = run_in_pieces(case, setup, [0, *cuts, tokens])
+            yield Row(f"T={tokens} {setup} in pieces, differing", differing(in_pieces, whole), 0)
             finite = all(bool(x.isfinite().all()) for x in whole.values())
-            yield Row(f"T={tokens} {str(dtype)[6:]} not finite", float(not finite), 0)
+            yield Row(f"T={tokens} {setup} not finite", float(not finite), 0)
 
 
-def run_in_pieces(case: Case, dtype: torch.dtype, cuts: list[int]) -> dict[str, Tensor]:
+def run_in_pieces(case: Case, setup: Setup, cuts: list[int]) -> dict[str, Tensor]:
     """All pieces forward, then all backward, last first."""
     pieces = [case.tokens(begin, end) for begin, end in zip(cuts[:-1], cuts[1:], strict=True)]
     state, y, saved = case.state.float(), [], []
     for piece in pieces:
-        inputs = [x.to(dtype) for x in piece.inputs]
-        y_piece, state, starts = cuda.forward(*inputs, state, piece.reset, save=True)
+        inputs = [x.to(setup.dtype) for x in piece.inputs]
+        y_piece, state, starts = cuda.forward(*inputs, state, piece.reset, save=True, kernel=setup.kernel)
         y.append(y_piece)
-        saved.append((*inputs, piece.reset, starts, piece.dy.to(dtype)))
+        saved.append((*inputs, piece.reset, starts, piece.dy.to(setup.dtype)))
     dstate, gradients = case.dstate_out.float(), []
     for arguments in reversed(saved):
         *piece_gradients, dstate = cuda.backward(*arguments, dstate)
@@ -262,24 +311,37 @@ def run_in_pieces(case: Case, dtype: torch.dtype, cuts: list[int]) -> dict[str, 
 
 
 def check_workspace_pieces() -> Iterator[Row]:
-    """The backward pass in pieces of one window of 16 tokens gives the same bits."""
+    """Pieces of one window of 16 tokens give the same bits."""
     case = draw(100, 3, 64, [("model", "none"), ("model", "not_first")])
-    whole, size = run(case, torch.bfloat16), cuda._WORKSPACE_BYTES
-    cuda._WORKSPACE_BYTES = 1
+    for setup, module in ((SETUPS[1], cuda_sequential), (TENSOR_CORE, cuda_chunked)):
+        whole, size = run(case, setup), module._WORKSPACE_BYTES
+        module._WORKSPACE_BYTES = 1
+        try:
+            yield Row(f"{setup} workspace of one window, differing", differing(run(case, setup), whole), 0)
+        finally:
+            module._WORKSPACE_BYTES = size
+
+
+def check_warps() -> Iterator[Row]:
+    """The number of warps per block of the scan changes no result."""
+    case = draw(100, 3, 64, [("model", "none"), ("model", "not_first")])
+    whole, choose = run(case, TENSOR_CORE), cuda_chunked._warps
     try:
-        yield Row("workspace of one window, differing", differing(run(case, torch.bfloat16), whole), 0)
+        for warps in (1, 2, 4):
+            cuda_chunked._warps = lambda r, warps=warps: warps
+            yield Row(f"{warps} warps, differing", differing(run(case, TENSOR_CORE), whole), 0)
     finally:
-        cuda._WORKSPACE_BYTES = size
+        cuda_chunked._warps = choose
 
 
 def check_permutation() -> Iterator[Row]:
     """Batch rows in another order give the same bits."""
     case = draw(100, 3, 64, [(kind, "not_first") for kind in KINDS])
     order = torch.tensor([3, 0, 5, 1, 4, 2], device="cuda")
-    mixed = Case(tuple(x[order] for x in case.inputs), *(x[order] for x in case[1:]))
-    for dtype in (torch.float32, torch.bfloat16):
-        expected = {name: x[order] for name, x in run(case, dtype).items()}
-        yield Row(f"{str(dtype)[6:]} rows permuted, differing", differing(run(mixed, dtype), expected), 0)
+    mixed = Case(tuple(x[order] for x in case.inputs), *(x[order] for x in case[1:5]), case.kinds)
+    for setup in SETUPS:
+        expected = {name: x[order] for name, x in run(case, setup).items()}
+        yield Row(f"{setup} rows permuted, differing", differing(run(mixed, setup), expected), 0)
 
 
 class Guarded:
@@ -312,78 +374,86 @@ class Guarded:
 def check_guard_bands() -> Iterator[Row]:
     """Everything is written, nothing beside it, and nothing outside the inputs is read."""
     for tokens in (1, 15, 31, 100):
-        for dtype in (torch.float32, torch.bfloat16):
+        for setup in SETUPS:
             case = draw(tokens, 3, 64, [("model", "none"), ("model", "not_first")])
-            expected = run(case, dtype)
+            expected = run(case, setup)
             guarded = Guarded()
-            found = run_guarded(case, dtype, guarded)
-            label = f"T={tokens} {str(dtype)[6:]} guarded"
+            found = run_guarded(case, setup, guarded)
+            label = f"T={tokens} {setup} guarded"
             yield Row(f"{label}, differing", differing(found, expected), 0)
             yield Row(f"{label}, bands overwritten", guarded.overwritten(), 0)
 
 
-def run_guarded(case: Case, dtype: torch.dtype, guarded: Guarded) -> dict[str, Tensor]:
+def run_guarded(case: Case, setup: Setup, guarded: Guarded) -> dict[str, Tensor]:
     """The launchers alone, every buffer inside a larger one."""
-    shape, heads = case.dy.shape, case.dy.shape[2]
-    batch, tokens, _, size = shape
-    windows = (tokens + cuda.WINDOW - 1) // cuda.WINDOW
+    shape = case.dy.shape
+    batch, tokens, heads, size = shape
+    windows = (tokens + WINDOW - 1) // WINDOW
     names = ("r", "w_raw", "k", "v", "a", "b")
-    buffers = {name: guarded.copy(x.to(dtype)) for name, x in zip(names, case.inputs, strict=True)}
+    buffers = {name: guarded.copy(x.to(setup.dtype)) for name, x in zip(names, case.inputs, strict=True)}
     buffers["reset"] = case.reset
     square = (batch, heads, size, size)
-    starts = guarded.empty((batch, heads, windows, size, size), torch.float32)
-    results = {name: guarded.empty(shape, dtype) for name in OUTPUTS if name not in IN_STATE_DTYPE}
+    results = {name: guarded.empty(shape, setup.dtype) for name in OUTPUTS if name not in IN_STATE_DTYPE}
     results |= {name: guarded.empty(square, torch.float32) for name in IN_STATE_DTYPE}
     forward = {"state": guarded.copy(case.state.float()), "y": results["y"], "state_out": results["state_out"]}
-    cuda.launch("wkv7_forward", buffers["r"], {**buffers, **forward, "starts": starts}, (0, windows))
     backward = {name: x for name, x in results.items() if name not in ("y", "state_out")}
-    backward |= {
-        "starts": starts,
-        "dy": guarded.copy(case.dy.to(dtype)),
-        "dstate_in": guarded.copy(case.dstate_out.float()),
-        "workspace_du": guarded.empty((batch, heads, windows, cuda.WINDOW, size), torch.float32),
-        "workspace_d": guarded.empty((batch, heads, windows, size, size), torch.float32),
-    }
-    cuda.launch("wkv7_backward", buffers["r"], {**buffers, **backward}, (0, windows))
+    backward |= {"dy": guarded.copy(case.dy.to(setup.dtype)), "dstate_in": guarded.copy(case.dstate_out.float())}
+    sizes, prefix = {}, "wkv7"
+    if setup.kernel == "tensor_core":
+        states = (batch, heads, windows, size, size)
+        forward["starts"] = backward["starts"] = guarded.empty(states, torch.bfloat16)
+        backward["ends"] = guarded.empty(states, torch.bfloat16)
+        for arguments, count in zip((forward, backward), cuda_chunked.OPERANDS_BYTES, strict=True):
+            arguments["operands"] = guarded.empty((batch, heads, windows, count // 2), torch.bfloat16)
+        sizes, prefix = {"warps": 4}, "wkv7_chunked"
+    else:
+        forward["starts"] = backward["starts"] = guarded.empty((batch, heads, windows, size, size), torch.float32)
+        backward["workspace_du"] = guarded.empty((batch, heads, windows, WINDOW, size), torch.float32)
+        backward["workspace_d"] = guarded.empty((batch, heads, windows, size, size), torch.float32)
+    launch(f"{prefix}_forward", buffers["r"], {**buffers, **forward}, (0, windows), **sizes)
+    launch(f"{prefix}_backward", buffers["r"], {**buffers, **backward}, (0, windows), **sizes)
     return results
 
 
 def check_misaligned() -> Iterator[Row]:
     """Inputs that begin at an odd element of a larger buffer."""
     case = draw(31, 3, 64, [("model", "not_first")])
-    expected = run(case, torch.bfloat16)
-    inputs = []
-    for x in case.inputs:
-        buffer = torch.empty(x.numel() + 1, dtype=torch.bfloat16, device="cuda")
-        inputs.append(buffer[1:].view(x.shape).copy_(x))
-    y, state_out, starts = cuda.forward(*inputs, case.state.float(), case.reset, save=True)
-    gradients = cuda.backward(*inputs, case.reset, starts, case.dy.bfloat16(), case.dstate_out.float())
-    found = dict(zip(OUTPUTS, (y, state_out, *gradients), strict=True))
-    yield Row("misaligned inputs, differing", differing(found, expected), 0)
+    for setup in SETUPS[1:]:
+        expected = run(case, setup)
+        inputs = []
+        for x in case.inputs:
+            buffer = torch.empty(x.numel() + 1, dtype=torch.bfloat16, device="cuda")
+            inputs.append(buffer[1:].view(x.shape).copy_(x))
+        y, state_out, starts = cuda.forward(*inputs, case.state.float(), case.reset, save=True, kernel=setup.kernel)
+        gradients = cuda.backward(*inputs, case.reset, starts, case.dy.bfloat16(), case.dstate_out.float())
+        found = dict(zip(OUTPUTS, (y, state_out, *gradients), strict=True))
+        yield Row(f"{setup} misaligned inputs, differing", differing(found, expected), 0)
 
 
 def check_stream_and_graph() -> Iterator[Row]:
     """Another stream than the default one, and a captured graph replayed on other inputs."""
     first, second = (draw(100, 3, 64, [("model", "not_first")], seed) for seed in (1, 2))
-    expected = run(first, torch.bfloat16)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        found = run(first, torch.bfloat16)
-    stream.synchronize()
-    yield Row("side stream, differing", differing(found, expected), 0)
+    for setup in SETUPS[1:]:
+        expected = run(first, setup)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            found = run(first, setup)
+        stream.synchronize()
+        yield Row(f"{setup} side stream, differing", differing(found, expected), 0)
 
-    inputs = [x.bfloat16() for x in second.inputs]
-    state, dy, dstate_out = second.state.float(), second.dy.bfloat16(), second.dstate_out.float()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y, state_out, starts = cuda.forward(*inputs, state, first.reset, save=True)
-        gradients = cuda.backward(*inputs, first.reset, starts, dy, dstate_out)
-    for buffer, x in zip((*inputs, state, dy, dstate_out), (*first.inputs, *first[1:2], *first[3:]), strict=True):
-        buffer.copy_(x)
-    graph.replay()
-    found = dict(zip(OUTPUTS, (y, state_out, *gradients), strict=True))
-    yield Row("graph replayed, differing", differing(found, expected), 0)
+        inputs = [x.bfloat16() for x in second.inputs]
+        state, dy, dstate_out = second.state.float(), second.dy.bfloat16(), second.dstate_out.float()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y, state_out, starts = cuda.forward(*inputs, state, first.reset, save=True, kernel=setup.kernel)
+            gradients = cuda.backward(*inputs, first.reset, starts, dy, dstate_out)
+        replaced = (*first.inputs, first.state, first.dy, first.dstate_out)
+        for buffer, x in zip((*inputs, state, dy, dstate_out), replaced, strict=True):
+            buffer.copy_(x)
+        graph.replay()
+        found = dict(zip(OUTPUTS, (y, state_out, *gradients), strict=True))
+        yield Row(f"{setup} graph replayed, differing", differing(found, expected), 0)
 
 
 def check_huge_index() -> Iterator[Row]:
@@ -411,6 +481,8 @@ CHECKS: list[tuple[Callable[..., Iterator[Row]], tuple[int, ...]]] = [
     (check_absent_gradients, ()),
     (check_head_sizes, ()),
     (check_no_reset, ()),
+    (check_choice, ()),
+    (check_warps, ()),
     (check_pieces, ()),
     (check_workspace_pieces, ()),
     (check_permutation, ()),
@@ -430,35 +502,6 @@ if pytest is not None:
         assert not failed
 
 
-def time_ms(call: Callable[[], object]) -> float:
-    """Median of ten runs on the GPU."""
-    times = []
-    for repeat in range(13):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        if repeat >= 3:
-            times.append(begin.elapsed_time(end))
-    return statistics.median(times)
-
-
-def print_timings() -> None:
-    """Forward without saving, forward, and backward."""
-    for dtype in (torch.bfloat16, torch.float32):
-        for batch, tokens, heads in ((1, 4096, 12), (8, 4096, 12), (1, 4096, 32), (8, 4096, 32), (16, 512, 12)):
-            x = torch.randn(batch, tokens, heads, 64, device="cuda").to(dtype)
-            key = torch.nn.functional.normalize(torch.randn_like(x), dim=-1)
-            inputs, state = (x, x, x, x, -key, key * 0.5), torch.zeros(batch, heads, 64, 64, device="cuda")
-            starts = cuda.forward(*inputs, state, None, save=True)[2]
-            lean = time_ms(lambda: cuda.forward(*inputs, state, None, save=False))  # noqa: B023 - called at once
-            full = time_ms(lambda: cuda.forward(*inputs, state, None, save=True))  # noqa: B023
-            back = time_ms(lambda: cuda.backward(*inputs, None, starts, x, state))  # noqa: B023
-            shape = f"({batch},{tokens},{heads},64) {str(dtype)[6:]}"
-            report(f"{shape:28s} forward {lean:7.3f} ms, saving {full:7.3f} ms, backward {back:7.3f} ms")
-
-
 def report(line: str) -> None:
     """Print at once, so that nothing is lost if the program is stopped."""
     sys.stdout.write(line + "\n")
@@ -471,24 +514,29 @@ def main() -> int:
         report("no CUDA device")
         return 1
     began = time.monotonic()
-    cuda.architectures()
-    run(draw(1, 1, 64, [("model", "none")]), torch.float32)
-    report(f"compiled and loaded in {time.monotonic() - began:.1f} s for {cuda.architectures()}")
-    print_timings()
+    run(draw(1, 1, 64, [("model", "none")]), SETUPS[0])
+    report(f"compiled and loaded in {time.monotonic() - began:.1f} s for {architectures()}")
     failures = 0
+    wanted = sys.argv[1:]
     for check, arguments in CHECKS:
+        if wanted and check.__name__ not in wanted:
+            continue
         began = time.monotonic()
         rows = list(check(*arguments))
         failed = [row for row in rows if not row.passed]
         failures += len(failed)
         name = f"{check.__name__}{arguments or ''}"
         report(f"{'FAIL' if failed else 'PASS'} {name}: {len(rows)} values, {time.monotonic() - began:.1f} s")
-        for dtype in ("float32", "bfloat16"):
-            errors = {
-                row.name.split()[-1]: row.value for row in rows if dtype in row.name and row.name.endswith(OUTPUTS)
-            }
+        for setup in map(str, SETUPS):
+            errors: dict[str, Row] = {}
+            for row in rows:
+                name = row.name.split()[-1]
+                if setup in row.name and name in OUTPUTS:
+                    worst = errors.get(name, row)
+                    errors[name] = max(worst, row, key=lambda x: x.value / x.limit)
             if errors:
-                report(f"    {dtype:8s} " + " ".join(f"{key}={value:.1e}" for key, value in errors.items()))
+                values = (f"{name}={row.value * 1e3:.2g}({row.value / row.limit:.0%})" for name, row in errors.items())
+                report(f"    {setup:22s} e-3: " + " ".join(values))
         for row in failed[:20]:
             report(f"    {row.name}: {row.value:.3e} > {row.limit:.1e}")
     report("FAIL" if failures else "PASS")

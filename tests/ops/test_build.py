@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from trainer.errors import KernelError
-from trainer.ops.wkv7 import build
+from trainer.ops.wkv7 import build, cuda_chunked
 
 needs_nvcc = pytest.mark.skipif(build.find_nvcc() is None, reason="needs nvcc")
 
@@ -203,18 +203,35 @@ def test_kernels_compile_within_the_limits_of_every_architecture(
     monkeypatch.setenv("RWKV_KERNEL_CACHE", str(tmp_path))
     archs = (80, 90, 120)
     usage = build.resource_usage(archs)
-    # Three kernels, two dtypes, four head sizes.
-    assert len(usage) == len(archs) * 3 * 2 * 4
+    tensor_core = [kernel for kernel in usage if "Wkv7ChunkedArgs" in kernel.kernel]
+    sequential = [kernel for kernel in usage if kernel not in tensor_core]
+    # Three kernels, two dtypes, four head sizes; and prepare, scan with 1, 2 and 4 warps, both ways, and gradients.
+    assert len(sequential) == len(archs) * 3 * 2 * 4
+    assert len(tensor_core) == len(archs) * (2 * (1 + 3) + 1)
     for kernel in usage:
         wide_float32 = "ILi128Ef" in kernel.kernel
         assert kernel.spill_bytes <= (256 if wide_float32 else 0), kernel
-        assert kernel.shared_bytes == 0, kernel
+    assert all(kernel.shared_bytes == 0 for kernel in sequential)
+    assert max(kernel.shared_bytes for kernel in tensor_core) <= 16 * 1024
 
     library = build.load_library(archs)
-    library.wkv7_shared_bytes.restype = ctypes.c_int64
+    for name in ("wkv7_shared_bytes", "wkv7_chunked_shared_bytes", "wkv7_chunked_operands_bytes"):
+        getattr(library, name).restype = ctypes.c_int64
     for head_size in (16, 32, 64, 128):
         assert 0 < library.wkv7_shared_bytes(head_size) <= 99 * 1024
     assert library.wkv7_shared_bytes(48) == 0
+    assert 0 < library.wkv7_chunked_shared_bytes() <= 99 * 1024
+    operands = tuple(library.wkv7_chunked_operands_bytes(backward) for backward in (0, 1))
+    assert operands == cuda_chunked.OPERANDS_BYTES
+
+
+@pytest.mark.slow
+@needs_nvcc
+def test_tensor_core_source_compiles_for_an_architecture_without_its_instructions(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("RWKV_KERNEL_CACHE", str(tmp_path))
+    assert build.compile_sources([75]).exists()
 
 
 @pytest.mark.slow

@@ -41,8 +41,8 @@ class ModelConfig:
     """Only the last K chunks of each document are trained, earlier ones build the state; -1 = all. This is not a window: see bptt_window."""
     bptt_host_memory_gib: float = 8.0
     """Host memory, in GiB per process, that `bptt_window` > 1 may use for states at chunk borders. Above it every k-th state is kept and the others are recomputed."""
-    kernel: Literal["auto", "cuda", "chunked", "reference"] = "auto"
-    """Which WKV-7 kernel runs: auto = cuda on a GPU with a compiler, else chunked (plain PyTorch, any device). reference = the token loop, for checking."""
+    kernel: Literal["auto", "cuda", "cuda_sequential", "chunked", "reference"] = "auto"
+    """Which WKV-7 kernel runs: auto = cuda on a GPU with a compiler, else chunked (plain PyTorch, any device). cuda = tensor cores for bfloat16, cuda_sequential = float32 arithmetic, slower. reference = the token loop, for checking."""
     grad_cp: bool = True
     """Recompute each block in the backward pass instead of keeping its activations. Saves most of the memory for about a quarter of the speed."""
     compile: Literal["auto", "on", "off"] = "off"
@@ -77,14 +77,20 @@ class DataConfig:
 
     data_path: str | None = None
     """Folder of the prepared data set. Built from `source` by preload_datapath.py or at the start of fit. With source: binidx it may be left out."""
+    data_path_storage_options: dict[str, Any] | None = None
+    """Options of fsspec for a data_path (or data_files) such as s3://bucket/folder: {key, secret, endpoint_url}. They are never written anywhere; the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY) is the safer place."""
     source: str | None = None
-    """text | json | parquet | arrow | binidx, the path of one file or of a .bin/.idx pair, or a folder saved by datasets' save_to_disk. Leave it out if data_path is already prepared."""
+    """text | json | jsonl | csv | parquet | arrow | pandas | npy | binidx (with source_data_dir), or a path: a file, a folder, a pattern such as data/*.jsonl, a .npy file, a .bin/.idx pair, a folder saved by datasets' save_to_disk; or the name of a data set of the Hugging Face Hub. Leave it out if data_path is already prepared."""
     source_data_dir: str | None = None
-    """Folder (or file) that holds the source files; for binidx the prefix without .bin/.idx."""
+    """Folder (or file) that holds the source files; for binidx the prefix without .bin/.idx; for a Hub data set its data_dir."""
     source_dataset_params: dict[str, Any] | None = None
-    """Further arguments of datasets.load_dataset, such as {data_files: "*.jsonl"}."""
+    """Further arguments of datasets.load_dataset, such as {data_files: "*.jsonl"} or, for the Hub, {name: .., revision: ..}."""
     source_dataset_split: str = "train"
     """Split of the source that becomes training data."""
+    sources: list[dict[str, Any]] | None = None
+    """Several sources in one data set: each entry holds the `data` settings in which it differs, and may hold name, and one of epochs (passes over it, 1), tokens (how many to take) or weight (its share of all tokens). The name is kept for losses per source."""
+    datapack_config_path: str | None = None
+    """A datapack file of the older trainer, read as `sources`."""
     skip_datapath_setup: bool = False
     """Use data_path as it is; never build or check it against the source."""
     tokenizer: str = "world"
@@ -94,15 +100,85 @@ class DataConfig:
     append_end_of_document: bool = True
     """End each document with token 0, as the official data does."""
     custom_text_key: str | None = None
-    """Column that holds the text. Default: `text`."""
+    """Column that holds plain text, all of it trained. Default: the format is told from the columns and printed."""
+    disable_prompt_completion_mask: bool = False
+    """Columns prompt and completion: train the prompt too."""
+    multi_column_keys: list[str] | None = None
+    """Columns that are joined to one text; empty ones are left out. Default, where the source has them: instruction, input, output."""
+    multi_column_prefix: list[str] | None = None
+    """Text before each column, trained if the column is (the older trainer always trained it). Default: "Instruction:\\n", "Input:\\n", "Output:\\n", or nothing for other columns."""
+    multi_column_suffix: list[str] | None = None
+    """Text after each column, trained if the column is. Default: nothing."""
+    multi_column_train_mask: list[bool] | None = None
+    """Whether each column is trained. Default: true, false, true, or true for other columns."""
+    multi_column_separator: str = "\n\n"
+    """Text between two columns, trained if both are."""
+    conversation_format: Literal["messages", "sharegpt", "iopairs", "sender"] | None = None
+    """messages: a list of {role, content}. sharegpt: a list of {from, value}. iopairs: keys say who speaks. sender: a field says who speaks. Default: told from the columns (messages or sharegpt)."""
+    conversation_key: str | None = None
+    """Column with the list of turns. iopairs and sender: null = the record itself is the one turn."""
+    conversation_input_key_prefix_map: dict[str, str] | None = None
+    """iopairs: key of an utterance to the text before it."""
+    conversation_input_key_mask: dict[str, bool] | None = None
+    """iopairs: key to whether it is trained, together with its prefix and suffix; a key left out is."""
+    conversation_input_key_map: dict[str, str] | None = None
+    """sender: key of a turn's text to the text before it, in which {sender} stands for the sender's name."""
+    conversation_sender_key: str | None = None
+    """sender: field that names the sender of a turn."""
+    conversation_sender_value_map: dict[str, str] | None = None
+    """sender: name in the data to the name shown."""
+    conversation_sender_mask: dict[str, bool] | None = None
+    """sender: name in the data to whether its turns are trained; a name left out is."""
+    conversation_sender_suffix: dict[str, str] | None = None
+    """iopairs and sender: key or name in the data to the text after its turn."""
+    conversation_end_of_conversation: str | None = None
+    """iopairs and sender: text put once at the end, trained."""
+    chat_template: str = "rwkv_g1"
+    """messages and sharegpt: rwkv_g1 ("User: ..", "Assistant: ..", as released RWKV-7 models expect), jinja:FILE, or tokenizer (the template that data.tokenizer brings)."""
+    roles_to_train: list[str] | None = None
+    """messages and sharegpt: roles whose texts are trained, of system, user, assistant, tool. Default: assistant. A message's own `train: true|false` goes first."""
+    train_on_end: bool = True
+    """Train the end of a trained turn, and token 0 after it, so that the model learns to stop."""
+    mask_history: bool = False
+    """messages and sharegpt: of the messages to train, train only the last."""
+    data_prefix_skip_mask: int = 0
+    """The first so many tokens of each document (and of each block of text_rechunk) are not trained."""
     min_token_size: int = 2
     """Documents with fewer tokens are dropped and counted."""
     max_token_size: int = -1
     """Documents with more tokens are dropped and counted; -1 = no limit."""
+    dataset_offset: float = -1
+    """Leave out so many records at the start of the source: a share below 1, or a number; -1 = none."""
+    dataset_length: float = -1
+    """Use so many records after the offset: a share below 1, or a number; -1 = all. Handy to try a config on a large source."""
+    text_rechunk_size: int = 4096
+    """Tokens of a block of text_rechunk."""
+    text_rechunk_auto: bool = False
+    """Join the documents of plain-text sources and cut them into blocks of text_rechunk_size tokens; the last block may be shorter. The older trainer did so by default. Documents of any length train without it."""
+    text_rechunk_force: bool = False
+    """The same for sources of every kind."""
+    packing_enable: bool = False
+    """documents batching: put several documents into one row (state reset at each start), so that rows fill whole chunks."""
+    packing_batchsize: int = 20160
+    """Documents that are packed together; larger packs are fuller."""
+    packing_chunksize: int | None = None
+    """Rows are filled up to a multiple of so many tokens. Default: model.ctx_len."""
+    packing_min_ctx_len: int = -1
+    """Smallest length of a packed row in tokens; -1 = packing_chunksize."""
+    packing_in_sequence: bool = False
+    """Pack documents in their order, next fit, instead of best fit over shuffled ones."""
+    sort_by_length: bool = False
+    """Save and train documents in the order of their lengths; nothing is shuffled then."""
+    sort_asc: bool = True
+    """sort_by_length: shortest first."""
+    reverse_train_dataset_before_save: bool = False
+    """Reverse the order of the training documents."""
     test_split: float = 0.01
     """Share (below 1) or number of documents kept for validation; 0 = none."""
     test_split_shuffle: bool = False
     """Draw the validation documents at random (seeded) instead of taking the last ones."""
+    dataloader_swap_train_test_split: bool = False
+    """Train on the validation documents and validate on the others (to look for leaks)."""
     num_proc: int = 1
     """Processes that tokenize."""
     batching: Literal["documents", "stream", "windows"] = "documents"

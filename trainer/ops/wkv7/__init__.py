@@ -4,14 +4,16 @@ One public function, `wkv7`, over interchangeable backends:
 
 * `reference`  the token loop, the definition (`reference.py`)
 * `chunked`    matrix products over 16 tokens, plain PyTorch, any device (`chunked.py`)
-* `cuda`       CUDA C++ (`cuda.py`, sources in `kernels/wkv7/`)
+* `cuda`       CUDA C++ (`cuda.py`, sources in `kernels/wkv7/`): tensor cores where they fit, else token by token
+* `cuda_sequential`  CUDA C++, always token by token in float32
 
-`chunked` and `cuda` are one pair of `torch.library` operators, so that torch.compile sees them whole and
+All but `reference` are one pair of `torch.library` operators, so that torch.compile sees them whole and
 activation checkpointing can keep their results.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -24,7 +26,8 @@ from trainer.ops.wkv7.reference import wkv7_reference
 
 __all__ = ["BACKENDS", "choose_backend", "wkv7"]
 
-BACKENDS = ("auto", "cuda", "chunked", "reference")
+BACKENDS = ("auto", "cuda", "cuda_sequential", "chunked", "reference")
+_CUDA_KERNELS = {"cuda": "auto", "cuda_sequential": "sequential"}
 _logger = get_logger(__name__)
 
 
@@ -38,8 +41,8 @@ def _wkv_forward(
     r: Tensor, w_raw: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
     state: Tensor, reset: Tensor | None, backend: str, save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    if backend == "cuda":
-        return cuda.forward(r, w_raw, k, v, a, b, state, reset, save)
+    if backend in _CUDA_KERNELS:
+        return cuda.forward(r, w_raw, k, v, a, b, state, reset, save, _CUDA_KERNELS[backend])
     with _own_precision(r):
         y, state_out, starts = chunked.forward(r, w_raw, k, v, a, b, state, reset)
     return y, state_out, starts if save else starts.new_empty(0)
@@ -52,7 +55,8 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     batch, tokens, heads, size = r.shape
     starts = (batch, heads, (tokens + chunked.CHUNK - 1) // chunked.CHUNK, size, size) if save else (0,)
-    return r.new_empty(r.shape), state.new_empty(state.shape), state.new_empty(starts)
+    dtype = cuda.starts_dtype(r, _CUDA_KERNELS[backend]) if backend in _CUDA_KERNELS else state.dtype
+    return r.new_empty(r.shape), state.new_empty(state.shape), state.new_empty(starts, dtype=dtype)
 
 
 @torch.library.custom_op("rwkv7::wkv_backward", mutates_args=())
@@ -60,7 +64,7 @@ def _wkv_backward(
     r: Tensor, w_raw: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
     reset: Tensor | None, starts: Tensor, dy: Tensor | None, dstate: Tensor | None, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    implementation = cuda.backward if backend == "cuda" else chunked.backward
+    implementation = cuda.backward if backend in _CUDA_KERNELS else chunked.backward
     with _own_precision(r):
         return implementation(r, w_raw, k, v, a, b, reset, starts, dy, dstate)
 
@@ -72,7 +76,8 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     batch, _, heads, size = r.shape
     grads = (x.new_empty(x.shape) for x in (r, w_raw, k, v, a, b))
-    return (*grads, starts.new_empty((batch, heads, size, size)))  # type: ignore[return-value]
+    dtype = torch.float32 if backend in _CUDA_KERNELS else starts.dtype
+    return (*grads, starts.new_empty((batch, heads, size, size), dtype=dtype))  # type: ignore[return-value]
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -103,14 +108,21 @@ def choose_backend(wanted: str, r: Tensor) -> str:
     """
     if wanted in ("chunked", "reference"):
         return wanted
-    reason = cuda.unavailable_reason(r)
+    return _cached_backend(wanted, r.device.type, r.device.index, r.dtype, r.shape[-1])
+
+
+@torch.compiler.assume_constant_result
+@functools.cache
+def _cached_backend(wanted: str, kind: str, index: int | None, dtype: torch.dtype, head_size: int) -> str:
+    """The choice asks the driver and the file system: once per device, and never inside a compiled graph."""
+    reason = cuda.unavailable_reason(torch.empty(1, 1, 1, head_size, dtype=dtype, device=torch.device(kind, index)))
     if reason is None:
-        return "cuda"
-    if wanted == "cuda":
+        return wanted if wanted in _CUDA_KERNELS else "cuda"
+    if wanted in _CUDA_KERNELS:
         raise KernelError(
-            "model.kernel", "the CUDA kernel cannot run", found="cuda", rule=reason, fix="set model.kernel: auto"
+            "model.kernel", "the CUDA kernel cannot run", found=wanted, rule=reason, fix="set model.kernel: auto"
         )
-    if r.is_cuda:
+    if kind == "cuda":
         log_once(_logger, "kernel=chunked (slow on a GPU): %s", reason)
     return "chunked"
 
@@ -137,7 +149,7 @@ def wkv7(
         with respect to all six inputs and the incoming state.
 
     Raises:
-        KernelError: if `backend` is `cuda` and it cannot run here.
+        KernelError: if `backend` is a CUDA backend and it cannot run here.
     """
     batch, tokens, heads, size = r.shape
     state_dtype = torch.float64 if r.dtype == torch.float64 else torch.float32
@@ -148,9 +160,9 @@ def wkv7(
     inputs = [x.float() if dtype == torch.float16 else x for x in (r, w_raw, k, v, a, b)]
     backend = choose_backend(backend, inputs[0])
     if backend == "reference":
+        r, w_raw, k, v, a, b = inputs
         with _own_precision(r):
-            r, w_raw, k, v, a, b = inputs
-        y, state_out = wkv7_reference(r, w_raw, k, v, a, b, state, reset)
+            y, state_out = wkv7_reference(r, w_raw, k, v, a, b, state, reset)
         return y.to(dtype), state_out
     if tokens == 0:
         return torch.zeros_like(r), state.clone()

@@ -1,0 +1,183 @@
+"""Time, memory and error of the WKV-7 operators on a GPU.
+
+    python benchmarks/ops.py [--shapes 1,4096,32 8,4096,12] [--backends cuda cuda_sequential chunked] [--json out.json]
+                             [--warps 1 2 4]
+
+Times are GPU times by CUDA events, the median of repeated calls on inputs that rotate through more than 256 MB; the
+queue is held back before every timed call, so that gaps between launches do not count. Before it is timed, a backend
+has to agree with a token loop in float64. "bar" is the goal for forward and backward together on an NVIDIA H200.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from trainer.ops.wkv7 import cuda_chunked, wkv7
+
+HEAD_SIZE = 64
+BARS_MS = {
+    (1, 4096, 12): 0.30, (1, 4096, 32): 0.40, (1, 16384, 32): 1.6, (8, 4096, 12): 0.90, (8, 4096, 32): 1.9,
+    (16, 512, 12): 0.25,
+}  # fmt: skip
+ROTATE_BYTES = 256 << 20
+LARGEST_ERROR = 6e-3
+FLOP = 172_200  # forward and backward per token and head, chunks of 16
+FORWARD_FLOP = 51_300
+FORWARD_BYTES, BOTH_BYTES = 14 * HEAD_SIZE, 40 * HEAD_SIZE  # inputs and outputs alone, bfloat16
+HOLD_CYCLES = 10_000_000
+
+
+def make_inputs(batch: int, tokens: int, heads: int, seed: int) -> list[Tensor]:
+    """r, w_raw, k, v, a, b [B,T,H,64] in bfloat16, scaled about as in a trained layer."""
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+
+    def normal() -> Tensor:
+        return torch.randn(batch, tokens, heads, HEAD_SIZE, generator=generator, device="cuda")
+
+    gate, key = torch.sigmoid(normal()), F.normalize(normal(), dim=-1)
+    k = 0.5 * normal() * (1 + (gate - 1) * 1.02)
+    return [x.bfloat16() for x in (0.5 * normal(), 2 * normal() - 2.5, k, 0.5 * normal(), -key, key * gate)]
+
+
+def make_state(batch: int, heads: int, seed: int) -> Tensor:
+    """A state or its gradient [B,H,64,64] in float32."""
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    return 0.3 * torch.randn(batch, heads, HEAD_SIZE, HEAD_SIZE, generator=generator, device="cuda")
+
+
+def call(backend: str, inputs: list[Tensor], state: Tensor, dy: Tensor, dstate: Tensor) -> list[Tensor]:
+    """y, the outgoing state, and the gradients of the six inputs and the state."""
+    leaves = [*inputs, state]
+    y, state_out = wkv7(*inputs, state, backend=backend)
+    return [y, state_out, *torch.autograd.grad([y, state_out], leaves, [dy, dstate.to(state_out.dtype)])]
+
+
+def largest_error(backend: str) -> float:
+    """The largest relative L2 error of any result against the token loop in float64."""
+    inputs, state, dstate = make_inputs(2, 200, 3, 1), make_state(2, 3, 2), make_state(2, 3, 3)
+    dy = make_inputs(2, 200, 3, 4)[0]
+    results = []
+    for chosen, dtype in ((backend, torch.bfloat16), ("reference", torch.float64)):
+        leaves = [x.to(dtype).requires_grad_() for x in inputs]
+        first = state.to(torch.float64 if dtype == torch.float64 else torch.float32).requires_grad_()
+        results.append(call(chosen, leaves, first, dy.to(dtype), dstate))
+    return max(((x.double() - ref).norm() / ref.norm()).item() for x, ref in zip(*results, strict=True))
+
+
+def gpu_ms(run: Callable[[int], object], sets: int, repeats: int) -> tuple[float, float, float]:
+    """Median, 20th and 80th percentile of the GPU time of run(i) in ms."""
+    for i in range(3):
+        run(i % sets)
+    times = []
+    for i in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(HOLD_CYCLES)
+        begin.record()
+        run(i % sets)
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    times.sort()
+    return statistics.median(times), times[len(times) // 5], times[len(times) * 4 // 5]
+
+
+def measure(backend: str, shape: tuple[int, int, int], repeats: int) -> dict:
+    """One row of the table."""
+    batch, tokens, heads = shape
+    token_heads = batch * tokens * heads
+    count = max(1, math.ceil(ROTATE_BYTES / (token_heads * HEAD_SIZE * 14)))
+    sets = []
+    for i in range(count):
+        inputs = [x.requires_grad_() for x in make_inputs(*shape, 100 + i)]
+        state = make_state(batch, heads, 200 + i).requires_grad_()
+        sets.append((inputs, state, make_inputs(*shape, 300 + i)[0], make_state(batch, heads, 400 + i)))
+
+    def forward(i: int) -> tuple[Tensor, Tensor]:
+        return wkv7(*sets[i][0], sets[i][1], backend=backend)
+
+    def both(i: int) -> list[Tensor]:
+        return call(backend, *sets[i])
+
+    forward_ms, both_ms = gpu_ms(forward, count, repeats), gpu_ms(both, count, repeats)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    both(0)
+    torch.cuda.synchronize()
+    bar = BARS_MS.get(shape)
+    return {
+        "shape": shape, "backend": backend, "forward_ms": forward_ms, "both_ms": both_ms,
+        "forward_tflops": token_heads * FORWARD_FLOP / forward_ms[0] / 1e9,
+        "tflops": token_heads * FLOP / both_ms[0] / 1e9,
+        "forward_gbs": token_heads * FORWARD_BYTES / forward_ms[0] / 1e6,
+        "gbs": token_heads * BOTH_BYTES / both_ms[0] / 1e6,
+        "peak_mib": (torch.cuda.max_memory_allocated() - before) / 2**20,
+        "bar_ratio": both_ms[0] / bar if bar else None,
+    }  # fmt: skip
+
+
+def line(row: dict) -> str:
+    """A row of the table as text."""
+    times = " ".join(f"{row[x][0]:8.3f} ({row[x][1]:.3f}-{row[x][2]:.3f})" for x in ("forward_ms", "both_ms"))
+    ratio = "" if row["bar_ratio"] is None else f"{row['bar_ratio']:.2f}"
+    rates = f"{row['forward_tflops']:6.1f} {row['tflops']:6.1f} {row['forward_gbs']:6.0f} {row['gbs']:6.0f}"
+    return f"{row['shape']!s:16} {row['backend']:16} {times} {rates} {row['peak_mib']:8.0f} {ratio:>6}"
+
+
+def parse_shape(text: str) -> tuple[int, int, int]:
+    """`B,T,H`."""
+    batch, tokens, heads = map(int, text.split(","))
+    return batch, tokens, heads
+
+
+def main() -> int:
+    """Check and time every backend on every shape. The exit code is 1 if a backend is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", type=parse_shape, nargs="+", default=list(BARS_MS))
+    parser.add_argument("--backends", nargs="+", default=["cuda"])
+    parser.add_argument(
+        "--warps", type=int, nargs="+", help="time the scan with these warps per block instead of its own"
+    )
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("no CUDA device")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; times in ms: median (p20-p80)")
+    print(
+        f"{'(B,T,H)':16} {'backend':16} {'forward':>24} {'forward+backward':>24} "
+        f"{'TF/s':>6} {'TF/s':>6} {'GB/s':>6} {'GB/s':>6} {'peak MiB':>8} {'/bar':>6}"
+    )
+    rows, wrong = [], False
+    choose = cuda_chunked._warps
+    for backend in args.backends:
+        worst = largest_error(backend)
+        if not worst <= LARGEST_ERROR:
+            print(f"{backend}: relative error {worst:.1e} > {LARGEST_ERROR:.0e}, not timed")
+            wrong = True
+            continue
+        for warps in args.warps or [None]:
+            cuda_chunked._warps = choose if warps is None else lambda _, warps=warps: warps
+            for shape in args.shapes:
+                row = measure(backend, shape, args.repeats) | {"warps": warps}
+                print(line(row) + (f"  warps={warps}" if warps else ""), flush=True)
+                rows.append(row)
+                if args.json:
+                    args.json.write_text(json.dumps({"device": torch.cuda.get_device_name(), "rows": rows}, indent=1))
+    return int(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+// The instructions that CUDA C++ has no function for. All of them exist from sm_80 on; for older architectures this file
+// compiles to traps, so that one build can serve several cards.
+//
+// Fragments: a 16 x 16 matrix of bfloat16 lies in a warp as four words per lane, one per 8 x 8 block; a block's word in
+// lane 4g + q holds the elements (g, 2q) and (g, 2q + 1). Results of `mma` lie the same way, as pairs of floats.
+#pragma once
+
+#include <stdint.h>
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+#define WKV7_ASM(...) __trap()
+#define WKV7_ASM_MEMORY(...) __trap()
+#else
+#define WKV7_ASM(...) asm(__VA_ARGS__)
+#define WKV7_ASM_MEMORY(...) asm volatile(__VA_ARGS__)
+#endif
+
+namespace wkv7 {
+
+__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+  uint32_t packed = 0;
+  WKV7_ASM("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y = 0.0f;
+  WKV7_ASM("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float reciprocal_fast(float x) {
+  float y = 0.0f;
+  WKV7_ASM("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// d [16,8] += a [16,16] b [16,8]. `b` is given by its transpose [8,16]: two blocks of a row.
+__device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  WKV7_ASM("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Four 8 x 8 blocks; lane i gives the address of row i % 8 of block i / 8.
+__device__ __forceinline__ void load_blocks(uint32_t (&to)[4], const void* row) {
+  [[maybe_unused]] const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
+  WKV7_ASM_MEMORY("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(address)
+               : "memory");
+}
+
+// The same, every block transposed.
+__device__ __forceinline__ void load_blocks_transposed(uint32_t (&to)[4], const void* row) {
+  [[maybe_unused]] const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
+  WKV7_ASM_MEMORY("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(address)
+               : "memory");
+}
+
+// 16 bytes from global to shared memory, in the background; zeros if not `valid`.
+__device__ __forceinline__ void copy_async(void* shared, const void* global, bool valid) {
+  [[maybe_unused]] const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  [[maybe_unused]] const int bytes = valid ? 16 : 0;
+  WKV7_ASM_MEMORY("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(global), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void copy_async_commit() { WKV7_ASM_MEMORY("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING>
+__device__ __forceinline__ void copy_async_wait() {
+  WKV7_ASM_MEMORY("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+}  // namespace wkv7

@@ -1,0 +1,98 @@
+"""The tensor-core CUDA kernels: chunks of 16 tokens, head size 64, bfloat16 inputs (kernels/wkv7/chunked.cuh)."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from trainer.ops.wkv7.cuda_launch import aligned, launch, windows
+
+__all__ = ["HEAD_SIZE", "OLDEST_ARCH", "STARTS_DTYPE", "backward", "forward"]
+
+HEAD_SIZE = 64
+"""The one head size that is compiled."""
+
+OLDEST_ARCH = 80
+"""Compute capability, without the dot, that the kernels need at least."""
+
+STARTS_DTYPE = torch.bfloat16
+"""Of the saved states [B,H,windows,N,N]. Their elements lie in the kernels' own order."""
+
+OPERANDS_BYTES = (12544, 8960)
+"""Working memory per window of one head for the scan: forward, backward (`Operands` in chunked.cuh)."""
+
+_WORKSPACE_BYTES = 96 << 20
+
+
+def forward(
+    r: Tensor, w_raw: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
+    state: Tensor, reset: Tensor | None, save: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """As `trainer.ops.wkv7.cuda.forward`; in pieces, as `backward`."""
+    batch, tokens, heads, size = r.shape
+    count = windows(tokens)
+    y, state_out = torch.empty_like(r), torch.empty_like(state)
+    starts = torch.empty((batch, heads, count, size, size) if save else 0, dtype=STARTS_DTYPE, device=r.device)
+    piece = _piece(count, batch * heads * OPERANDS_BYTES[0])
+    pointers = aligned({
+        "r": r, "w_raw": w_raw, "k": k, "v": v, "a": a, "b": b, "reset": reset, "state": state,
+        "y": y, "state_out": state_out, "starts": starts if save else None,
+        "operands": _bytes(r, batch * heads * piece * OPERANDS_BYTES[0]),
+    })  # fmt: skip
+    for begin in range(0, count, piece):
+        launch("wkv7_chunked_forward", r, pointers, (begin, min(count, begin + piece)), warps=_warps(r))
+        pointers["state"] = state_out
+    return y, state_out, starts
+
+
+def backward(
+    r: Tensor, w_raw: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
+    reset: Tensor | None, starts: Tensor, dy: Tensor | None, dstate_out: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """As `trainer.ops.wkv7.cuda.backward`.
+
+    Long or wide batches are walked in pieces, from the last token to the first, to bound the working memory
+    (96 MiB, or what one window of 16 tokens needs). The pieces do not change the result.
+    """
+    batch, tokens, heads, size = r.shape
+    count = windows(tokens)
+    dr, dw_raw, dk, dv, da, db = (torch.empty_like(r) for _ in range(6))
+    dstate = torch.empty(batch, heads, size, size, dtype=torch.float32, device=r.device)
+    ends_bytes = size * size * STARTS_DTYPE.itemsize
+    piece = _piece(count, batch * heads * (OPERANDS_BYTES[1] + ends_bytes))
+    pointers = aligned({
+        "r": r, "w_raw": w_raw, "k": k, "v": v, "a": a, "b": b, "reset": reset, "starts": starts, "dy": dy,
+        "dstate_in": dstate_out, "dr": dr, "dw_raw": dw_raw, "dk": dk, "dv": dv, "da": da, "db": db, "dstate": dstate,
+        "operands": _bytes(r, batch * heads * piece * OPERANDS_BYTES[1]),
+        "ends": _bytes(r, batch * heads * piece * ends_bytes),
+    })  # fmt: skip
+    for end in range(count, 0, -piece):
+        launch("wkv7_chunked_backward", r, pointers, (max(0, end - piece), end), warps=_warps(r))
+        pointers["dstate_in"] = dstate
+    return dr, dw_raw, dk, dv, da, db, dstate
+
+
+def _bytes(like: Tensor, count: int) -> Tensor:
+    return torch.empty(count, dtype=torch.uint8, device=like.device)
+
+
+def _piece(count: int, window_bytes: int) -> int:
+    """Windows per launch: equal pieces that fit the working memory."""
+    pieces = -(-count * window_bytes // _WORKSPACE_BYTES)
+    return max(1, -(-count // pieces))
+
+
+def _warps(r: Tensor) -> int:
+    """Warps per block of the scan, of the four that share a head: fewer when there are fewer heads than processors."""
+    batch, _, heads, _ = r.shape
+    processors = _processors(r.device)
+    if batch * heads * 8 <= processors:
+        return 1
+    return 2 if batch * heads * 2 <= processors else 4
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
