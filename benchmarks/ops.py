@@ -128,6 +128,27 @@ def measure(backend: str, shape: tuple[int, int, int], repeats: int) -> dict:
     }  # fmt: skip
 
 
+def print_kernels(backend: str, shape: tuple[int, int, int]) -> None:
+    """GPU time of each kernel in one forward and backward pass."""
+    batch, _, heads = shape
+    inputs = [x.requires_grad_() for x in make_inputs(*shape, 1)]
+    arguments = (
+        inputs,
+        make_state(batch, heads, 2).requires_grad_(),
+        make_inputs(*shape, 3)[0],
+        make_state(batch, heads, 4),
+    )
+    call(backend, *arguments)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(5):
+            call(backend, *arguments)
+        torch.cuda.synchronize()
+    for event in profile.key_averages():
+        if "wkv7" in event.key:
+            total = event.device_time_total / 5
+            print(f"{shape!s:16} {backend:16} {total:9.1f} us in {event.count / 5:4.0f} launches  {event.key[:70]}")
+
+
 def line(row: dict) -> str:
     """A row of the table as text."""
     times = " ".join(f"{row[x][0]:8.3f} ({row[x][1]:.3f}-{row[x][2]:.3f})" for x in ("forward_ms", "both_ms"))
@@ -150,6 +171,7 @@ def main() -> int:
     parser.add_argument(
         "--warps", type=int, nargs="+", help="time the scan with these warps per block instead of its own"
     )
+    parser.add_argument("--kernels", action="store_true", help="also print the time of every kernel")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -176,6 +198,11 @@ def main() -> int:
                 rows.append(row)
                 if args.json:
                     args.json.write_text(json.dumps({"device": torch.cuda.get_device_name(), "rows": rows}, indent=1))
+    cuda_chunked._warps = choose
+    if args.kernels:
+        for backend in args.backends:
+            for shape in args.shapes:
+                print_kernels(backend, shape)
     return int(wrong)
 
 
