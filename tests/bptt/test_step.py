@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainer.bptt.plan import StepPlan, boundary_stride, plan_chunks, plan_windows
-from trainer.bptt.step import ChunkInput, StepOptions, evaluate_step, run_step
+from trainer.bptt.step import ChunkInput, EagerEngine, StepOptions, evaluate_step, run_step
 from trainer.model.init import init_weights
 from trainer.model.naming import ModelShape
 from trainer.model.rwkv7 import RWKV7
@@ -20,7 +20,7 @@ from trainer.types import Batch
 SHAPE = ModelShape.official(3, 32, 48, head_size=16)
 
 
-class PlainEngine:
+class PlainEngine(EagerEngine):
     """One process, no strategy: the module itself."""
 
     def __init__(self, model: RWKV7, l2wrap: float = 1e-4) -> None:

@@ -13,8 +13,9 @@ This module knows neither Lightning nor DeepSpeed: an `Engine` runs chunks and b
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -25,7 +26,7 @@ from trainer.config.schema import BpttWindow
 from trainer.model.state import LayerState, ModelState, detach_state, map_state, state_tensors
 from trainer.types import Batch
 
-__all__ = ["ChunkInput", "Engine", "StepOptions", "StepResult", "run_step"]
+__all__ = ["ChunkInput", "EagerEngine", "Engine", "StepOptions", "StepResult", "run_step"]
 
 MASKED_TOKENS = 16
 """Tokens of a chunk that only keeps this rank in step with the others."""
@@ -44,19 +45,65 @@ class ChunkInput:
 
 
 class Engine(Protocol):
-    """Runs the model through the training strategy, so that sharded gradients come out right."""
+    """Runs chunks through the training strategy, so that sharded gradients come out right."""
 
     def zero_state(self, rows: int) -> ModelState:
         """State before a document, for `rows` rows."""
 
-    def forward(self, chunk: ChunkInput, *, with_loss: bool, is_last: bool) -> tuple[Tensor | None, ModelState]:
-        """Weighted loss (None without `with_loss`) and the state after the chunk.
+    def evaluate(self, chunk: ChunkInput, *, with_loss: bool) -> tuple[Tensor | None, ModelState]:
+        """Weighted loss (None without `with_loss`) and the state after the chunk, without a graph."""
 
-        `is_last`: the backward of this chunk completes the optimizer step's gradient.
+    def train(
+        self, chunk: ChunkInput, gradient: list[Tensor] | None, *, want_gradient: bool, is_last: bool
+    ) -> tuple[Tensor, ModelState, list[Tensor] | None]:
+        """Forward and backward of a chunk; parameter gradients are added to those of the step.
+
+        Args:
+            chunk: tokens and the state before them.
+            gradient: gradient of the state after the chunk, by `state_tensors`; None = zero.
+            want_gradient: whether to return the gradient of the state before the chunk.
+            is_last: this backward completes the optimizer step's gradient.
+
+        Returns:
+            The weighted loss, the state after the chunk, and the gradient asked for; all without a graph.
         """
 
+
+class EagerEngine(ABC):
+    """An `Engine` from one differentiable forward call and one backward call."""
+
+    @abstractmethod
+    def zero_state(self, rows: int) -> ModelState:
+        """State before a document, for `rows` rows."""
+
+    @abstractmethod
+    def forward(self, chunk: ChunkInput, *, with_loss: bool, is_last: bool) -> tuple[Tensor | None, ModelState]:
+        """Weighted loss (None without `with_loss`) and the state after the chunk."""
+
+    @abstractmethod
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
         """Add the gradient of `loss` to that of the step."""
+
+    def evaluate(self, chunk: ChunkInput, *, with_loss: bool) -> tuple[Tensor | None, ModelState]:
+        """See `Engine`."""
+        with torch.no_grad():
+            return self.forward(chunk, with_loss=with_loss, is_last=False)
+
+    def train(
+        self, chunk: ChunkInput, gradient: list[Tensor] | None, *, want_gradient: bool, is_last: bool
+    ) -> tuple[Tensor, ModelState, list[Tensor] | None]:
+        """See `Engine`."""
+        entering = detach_state(chunk.state)
+        if want_gradient:
+            entering = map_state(lambda x: x.requires_grad_(), entering)
+        loss, after = self.forward(replace(chunk, state=entering), with_loss=True, is_last=is_last)
+        assert loss is not None
+        total = loss
+        if gradient is not None:
+            total = _StateGradient.apply(gradient, loss, *state_tensors(after))  # type: ignore[no-untyped-call]
+        self.backward(total, is_last=is_last)
+        new = [x.grad for x in state_tensors(entering) if x.grad is not None] if want_gradient else None
+        return loss.detach(), detach_state(after), new
 
 
 @dataclass
@@ -158,17 +205,13 @@ class _MicroRun:
 
     def _forward_only(self, index: int, state: ModelState) -> ModelState:
         chunk = self.plan.chunks[index]
-        with torch.no_grad():
-            _, after = self.engine.forward(
-                self._input(chunk, self._entering(chunk, state)), with_loss=False, is_last=False
-            )
+        _, after = self.engine.evaluate(self._input(chunk, self._entering(chunk, state)), with_loss=False)
         return after if chunk.rows else state
 
     def evaluate(self, index: int, state: ModelState) -> tuple[Tensor, ModelState]:
         """Loss of one chunk and the state after it."""
         chunk = self.plan.chunks[index]
-        data = self._input(chunk, self._entering(chunk, state))
-        loss, after = self.engine.forward(data, with_loss=True, is_last=False)
+        loss, after = self.engine.evaluate(self._input(chunk, self._entering(chunk, state)), with_loss=True)
         assert loss is not None
         return loss, after if chunk.rows else state
 
@@ -181,21 +224,15 @@ class _MicroRun:
         use their modules; its gradients are zero.
         """
         chunk = self.plan.chunks[index]
-        entering = detach_state(self._entering(chunk, state))
-        if want_gradient:
-            entering = map_state(lambda x: x.requires_grad_(), entering)
-        loss, after = self.engine.forward(self._input(chunk, entering), with_loss=True, is_last=is_last)
-        assert loss is not None
-        self.losses.append(loss.detach())
-        self.labels.append(index)
+        entering = self._entering(chunk, state)
         if gradient is not None:
-            leaving = state_tensors(after)
-            loss = _StateGradient.apply(  # type: ignore[no-untyped-call]
-                [_pad_rows(g, x) for g, x in zip(gradient, leaving, strict=True)], loss, *leaving
-            )
-        self.engine.backward(loss, is_last=is_last)
-        new = [x.grad for x in state_tensors(entering) if x.grad is not None] if want_gradient else None
-        return detach_state(after) if chunk.rows else state, new
+            gradient = [_pad_rows(g, x) for g, x in zip(gradient, state_tensors(entering), strict=True)]
+        loss, after, new = self.engine.train(
+            self._input(chunk, entering), gradient, want_gradient=want_gradient, is_last=is_last
+        )
+        self.losses.append(loss)
+        self.labels.append(index)
+        return after if chunk.rows else state, new
 
     def run(self, state: ModelState, ends_step: bool, max_kept: int) -> ModelState:
         """All chunks; returns the state after the last token, detached."""

@@ -8,6 +8,9 @@ Importing this needs PyTorch alone.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -19,6 +22,19 @@ from trainer.model.state import LayerState, ModelState, zero_state
 __all__ = ["RWKV7"]
 
 
+def _block(
+    block: nn.Module, x_BTC: Tensor, v_first_BTC: Tensor | None, state: LayerState, reset_BT: Tensor | None
+) -> tuple[Tensor, Tensor, LayerState]:
+    return block(x_BTC, v_first_BTC, state, reset_BT)
+
+
+@functools.cache
+def _compiled_block() -> Callable[..., tuple[Tensor, Tensor, LayerState]]:
+    """`_block` compiled: one piece of code for all blocks of all models, specialised by sizes."""
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+    return torch.compile(_block, fullgraph=True, dynamic=False)
+
+
 class RWKV7(nn.Module):
     """The network. Parameters are uninitialised: load weights by official name (`load_state_dict`).
 
@@ -26,11 +42,15 @@ class RWKV7(nn.Module):
         shape: sizes and ranks.
         kernel: backend of the recurrence, see `trainer.ops.wkv7.BACKENDS`.
         checkpoint_blocks: recompute each block in the backward pass instead of keeping its activations.
+        compiled_tokens: inputs of exactly this many tokens run blocks compiled by torch.compile, others run
+            them as they are, so that ragged last chunks do not compile anew. 0 = never.
     """
 
-    def __init__(self, shape: ModelShape, kernel: str = "auto", checkpoint_blocks: bool = False) -> None:
+    def __init__(
+        self, shape: ModelShape, kernel: str = "auto", checkpoint_blocks: bool = False, compiled_tokens: int = 0
+    ) -> None:
         super().__init__()
-        self.shape, self.checkpoint_blocks = shape, checkpoint_blocks
+        self.shape, self.checkpoint_blocks, self.compiled_tokens = shape, checkpoint_blocks, compiled_tokens
         self.emb = nn.Embedding(shape.vocab_size, shape.n_embd)
         self.blocks = nn.ModuleList(Block(shape, layer, kernel) for layer in range(shape.n_layer))
         self.ln_out = nn.LayerNorm(shape.n_embd)
@@ -61,12 +81,13 @@ class RWKV7(nn.Module):
             state = self.zero_state(ids_BT.shape[0])
         x_BTC, v_first_BTC = self.emb(ids_BT), None
         states: list[LayerState] = []
+        run = _compiled_block() if 0 < ids_BT.shape[1] == self.compiled_tokens else _block
         for block, layer_state in zip(self.blocks, state, strict=True):
             if self.checkpoint_blocks and torch.is_grad_enabled():
                 x_BTC, v_first_BTC, new = checkpoint(
-                    block, x_BTC, v_first_BTC, layer_state, reset_BT, use_reentrant=False, preserve_rng_state=False
+                    run, block, x_BTC, v_first_BTC, layer_state, reset_BT, use_reentrant=False, preserve_rng_state=False
                 )
             else:
-                x_BTC, v_first_BTC, new = block(x_BTC, v_first_BTC, layer_state, reset_BT)
+                x_BTC, v_first_BTC, new = run(block, x_BTC, v_first_BTC, layer_state, reset_BT)
             states.append(new)
         return self.ln_out(x_BTC), tuple(states)

@@ -28,7 +28,8 @@ def token_shift(x_BTC: Tensor, shift_BC: Tensor, reset_BT: Tensor | None) -> tup
     previous_BTC = torch.cat((shift_BC.to(x_BTC.dtype)[:, None], x_BTC[:, :-1]), 1)
     if reset_BT is not None:
         previous_BTC = previous_BTC.masked_fill(reset_BT[..., None], 0)
-    return previous_BTC - x_BTC, x_BTC[:, -1]
+    # A view would keep all T tokens alive for as long as the state is kept.
+    return previous_BTC - x_BTC, x_BTC[:, -1].clone()
 
 
 class TimeMix(nn.Module):

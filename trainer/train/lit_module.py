@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.bptt.step import StepOptions, StepResult, evaluate_step, run_step
+from trainer.bptt.step import ChunkInput, Engine, StepOptions, StepResult, evaluate_step, run_step
 from trainer.checkpoint.read import read_weights
 from trainer.config import RunConfig
 from trainer.data.lanes import StepBatch
@@ -22,15 +22,25 @@ from trainer.model.init import init_weights
 from trainer.model.naming import ModelShape, canonical_weights
 from trainer.model.rwkv7 import RWKV7
 from trainer.model.state import ModelState
-from trainer.ops.loss import linear_cross_entropy
 from trainer.train.lane_states import LaneStates
+from trainer.train.local_engine import LocalEngine, chunk_loss
 from trainer.train.optim import MasterAdamW, clip_by_global_norm, parameter_groups
 from trainer.train.schedule import Position, Schedule
-from trainer.train.strategy import StrategyEngine, is_deepspeed, load_weights, weight_dtype
+from trainer.train.strategy import (
+    DeepSpeedChunks,
+    average_over_ranks,
+    check_gradients,
+    is_deepspeed,
+    load_weights,
+    watch_gradients,
+    weight_dtype,
+)
 
 __all__ = ["LitRWKV7"]
 
 _logger = get_logger(__name__)
+# Above this a GPU is busy longer than Python needs to launch its work.
+_GRAPH_TOKENS = 16384
 
 
 class LitRWKV7(pl.LightningModule):
@@ -58,6 +68,7 @@ class LitRWKV7(pl.LightningModule):
         """The same, known to all ranks at the end of a step."""
         self._validation = [0.0, 0.0]
         self._initial: Mapping[str, Tensor] | None = None
+        self._engine: Engine | None = None
 
     # ---- building
 
@@ -67,9 +78,15 @@ class LitRWKV7(pl.LightningModule):
             return
         dtype = weight_dtype(self.run.precision)
         with _default_dtype(dtype):
-            self.model = RWKV7(self.shape, self.run.model.kernel, self.run.model.grad_cp)
+            self.model = RWKV7(self.shape, self.run.model.kernel, self.run.model.grad_cp, self._compiled_tokens())
         self._initial = self.initial_weights()
         load_weights(self.model, self._initial)
+
+    def _compiled_tokens(self) -> int:
+        wanted = self.run.model.compile
+        on_gpu = self.trainer.strategy.root_device.type == "cuda"
+        is_on = wanted == "on" or (wanted == "auto" and on_gpu and self.run.precision.startswith("bf16"))
+        return self.run.model.ctx_len if is_on else 0
 
     def initial_weights(self) -> dict[str, Tensor]:
         """Weights the run starts from, by official name, before rounding to the training dtype."""
@@ -100,31 +117,33 @@ class LitRWKV7(pl.LightningModule):
         reset_BT: Tensor | None,
         state: ModelState,
         with_loss: bool,
-        l2wrap: float,
     ) -> tuple[Tensor | None, ModelState]:
         """Weighted loss of one chunk (None without `with_loss`) and the state after it.
 
-        This is the call that strategies wrap: see `StrategyEngine`.
+        This is the call that DeepSpeed wraps: see `DeepSpeedChunks`.
         """
-        hidden_BTC, state = self.model(ids_BT, state, reset_BT)
-        if not with_loss:
-            return None, state
-        loss = linear_cross_entropy(
-            hidden_BTC.flatten(0, 1),
-            self.model.head.weight,
-            targets_BT.flatten(),
-            weight_BT.flatten(),
-            l2wrap,
-            self.run.model.loss_chunk_rows,
-        )
-        return loss, state
+        chunk = ChunkInput(ids_BT, targets_BT, weight_BT, reset_BT, state)
+        return chunk_loss(self.model, chunk, self.run.model, with_loss=with_loss)
 
     # ---- training
 
     def on_fit_start(self) -> None:
         """Watch gradients where the strategy updates without showing them."""
         if is_deepspeed(self.trainer.strategy):
-            StrategyEngine(self).watch_gradients()
+            watch_gradients(self)
+
+    def engine(self) -> Engine:
+        """What runs chunks: DeepSpeed's engine, or the module itself."""
+        if self._engine is None:
+            if is_deepspeed(self.trainer.strategy):
+                self._engine = DeepSpeedChunks(self)
+            else:
+                self._engine = LocalEngine(self.model, self.run.model, graphs=self._uses_graphs())
+        return self._engine
+
+    def _uses_graphs(self) -> bool:
+        wanted, tokens = self.run.model.cuda_graphs, self.run.trainer.microbatch_size * self.run.model.ctx_len
+        return wanted == "on" or (wanted == "auto" and tokens <= _GRAPH_TOKENS)
 
     @property
     def position(self) -> Position:
@@ -152,7 +171,7 @@ class LitRWKV7(pl.LightningModule):
         lr = self.schedule.lr(self.position)
         for group in optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
-        engine = StrategyEngine(self)
+        engine = self.engine()
         states = [self.lanes.get(micro.lane_ids) for micro in batch.microbatches]
         result = run_step(
             engine,
@@ -166,21 +185,22 @@ class LitRWKV7(pl.LightningModule):
         loss, tokens, samples = self._reduce_losses(result, batch)
         if not torch.isfinite(torch.tensor(loss)):
             self._stop_non_finite(result, batch)
-        norm = self._update(optimizer, engine)
+        norm = self._update(optimizer)
         for micro, state in zip(batch.microbatches, result.states, strict=False):
             self.lanes.keep(micro.lane_ids, state)
         self._count(tokens, samples, batch.position)
         self._log_step(loss, norm, lr, result)
 
-    def _update(self, optimizer: Any, engine: StrategyEngine) -> float:
+    def _update(self, optimizer: Any) -> float:
         """Clip, check and apply the step's gradient; returns its global norm."""
         if is_deepspeed(self.trainer.strategy):
-            engine.check_gradients()
+            check_gradients(self)
             optimizer.step()
-            return float(engine.wrapped.get_global_grad_norm() or 0.0)
+            deepspeed_engine: Any = self.trainer.strategy.model
+            return float(deepspeed_engine.get_global_grad_norm() or 0.0)
         inner = optimizer.optimizer
         gradients = inner.gradients()
-        engine.average(list(gradients.values()))
+        average_over_ranks(list(gradients.values()), self.trainer.world_size)
         norm = float(clip_by_global_norm(list(gradients.values()), self.run.model.grad_clip))
         if not norm < float("inf"):
             names = [name for name, grad in gradients.items() if not bool(torch.isfinite(grad).all())]
@@ -189,7 +209,7 @@ class LitRWKV7(pl.LightningModule):
                 fix="lower model.lr_init or model.grad_clip, or look at the data of this step; the weights are unchanged",
             )  # fmt: skip
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        inner.zero_grad()
         return norm
 
     def _reduce_losses(self, result: StepResult, batch: StepBatch) -> tuple[float, int, int]:
@@ -254,7 +274,7 @@ class LitRWKV7(pl.LightningModule):
     def _first_bad_layer(self, batch: StepBatch, micro: int, chunk: int) -> str:
         """Replay the rows up to the bad chunk and watch every block."""
         rows, ctx_len = batch.microbatches[micro], self.run.model.ctx_len
-        state = self.lanes.get(rows.lane_ids) or StrategyEngine(self).zero_state(len(rows.lengths))
+        state = self.lanes.get(rows.lane_ids) or self.engine().zero_state(len(rows.lengths))
         found: list[str] = []
         watched = [
             ("emb", self.model.emb),
@@ -279,9 +299,11 @@ class LitRWKV7(pl.LightningModule):
         self._validation = [0.0, 0.0]
 
     def validation_step(self, batch: StepBatch, batch_idx: int) -> None:
-        """Add one batch of whole documents to the mean loss per token."""
+        """Add one batch of whole documents to the mean loss per token; none after a signal to stop."""
+        if self.agreed_signal:
+            return
         total, weight = evaluate_step(
-            StrategyEngine(self),
+            self.engine(),
             batch.microbatches,
             self.step_options(),
             device=self.device,

@@ -111,6 +111,14 @@ class MasterAdamW(torch.optim.AdamW):
         self._round()
         return loss
 
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Zero the gradient sums where they lie: CUDA graphs have recorded their addresses."""
+        gradients = list(self.gradients().values())
+        if gradients and not set_to_none:
+            torch._foreach_zero_(gradients)
+        elif set_to_none:
+            super().zero_grad(set_to_none=True)
+
     def _round(self) -> None:
         copies = [(p, m) for p, m in self._pairs if p is not m]
         if copies:

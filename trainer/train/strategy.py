@@ -2,8 +2,8 @@
 
 Several backwards per optimizer step are silently wrong by default under ZeRO: DeepSpeed must be told before
 each forward whether its backward completes the step, and under ZeRO-3 each chunk must be a call of the engine.
-DDP averages in every backward; here it runs without, and the summed gradients are averaged once per step, in
-float32, so that ranks may differ in their number of backwards and unused parameters do no harm.
+Under `ddp` chunks run on the bare module and the summed gradients are averaged once per step, in float32: DDP itself
+would average in every backward, in bf16, and stumble over the parameters that official models carry unused.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
-from trainer.bptt.step import ChunkInput
+from trainer.bptt.step import ChunkInput, EagerEngine
 from trainer.config import RunConfig
 from trainer.errors import NonFiniteError
 from trainer.model.rwkv7 import RWKV7
@@ -28,12 +27,15 @@ if TYPE_CHECKING:
     from trainer.train.lit_module import LitRWKV7
 
 __all__ = [
-    "StrategyEngine",
+    "DeepSpeedChunks",
+    "average_over_ranks",
+    "check_gradients",
     "deepspeed_config",
     "is_deepspeed",
     "lightning_precision",
     "load_weights",
     "make_strategy",
+    "watch_gradients",
     "weight_dtype",
 ]
 
@@ -98,8 +100,8 @@ def load_weights(model: RWKV7, weights: Mapping[str, Tensor]) -> None:
                 parameter.copy_(weights[name].view(parameter.shape))
 
 
-class StrategyEngine:
-    """`trainer.bptt.step.Engine` over the module as Lightning's strategy has wrapped it.
+class DeepSpeedChunks(EagerEngine):
+    """`trainer.bptt.step.Engine` over a DeepSpeed engine.
 
     Args:
         module: the LightningModule of a running trainer.
@@ -108,72 +110,66 @@ class StrategyEngine:
     def __init__(self, module: LitRWKV7) -> None:
         self.module = module
         self.wrapped: Any = module.trainer.strategy.model
-        self._deepspeed = is_deepspeed(module.trainer.strategy)
-        self._ddp = isinstance(self.wrapped, DistributedDataParallel)
 
     def zero_state(self, rows: int) -> ModelState:
-        """State before a document."""
+        """See `Engine`."""
         return self.module.model.zero_state(rows)
 
-    def _local(self) -> contextlib.AbstractContextManager:
-        return self.wrapped.no_sync() if self._ddp else contextlib.nullcontext()
-
     def forward(self, chunk: ChunkInput, *, with_loss: bool, is_last: bool) -> tuple[Tensor | None, ModelState]:
-        """Run a chunk through the strategy's engine."""
-        if self._deepspeed and torch.is_grad_enabled():
+        """Run a chunk as a call of the engine, which has been told whether its backward is the step's last."""
+        if torch.is_grad_enabled():
             self.wrapped.set_gradient_accumulation_boundary(is_last)
-        with self._local():
-            return self.wrapped(
-                chunk.ids_BT,
-                chunk.targets_BT,
-                chunk.weight_BT,
-                chunk.reset_BT,
-                chunk.state,
-                with_loss,
-                self.module.run.model.l2wrap,
-            )
+        loss, state = self.wrapped(
+            chunk.ids_BT, chunk.targets_BT, chunk.weight_BT, chunk.reset_BT, chunk.state, with_loss
+        )
+        return loss, state
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
-        """Add a chunk's gradient through the strategy."""
-        with self._local():
-            self.module.manual_backward(loss)
+        """Add a chunk's gradient through the engine."""
+        self.module.manual_backward(loss)
 
-    def average(self, gradients: list[Tensor]) -> None:
-        """Mean over ranks in place, for strategies that do not do it themselves."""
-        world = self.module.trainer.world_size
-        if world == 1:
-            return
-        start = 0
-        while start < len(gradients):
-            stop, size = start, 0
-            while stop < len(gradients) and size < _BUCKET_ELEMENTS:
-                size += gradients[stop].numel()
-                stop += 1
-            flat = torch.cat([g.flatten() for g in gradients[start:stop]])
-            dist.all_reduce(flat)
-            flat /= world
-            parts = flat.split([g.numel() for g in gradients[start:stop]])
-            torch._foreach_copy_(
-                gradients[start:stop], [p.view_as(g) for p, g in zip(parts, gradients[start:stop], strict=True)]
-            )
-            start = stop
 
-    def watch_gradients(self) -> None:
-        """DeepSpeed updates without showing gradients: note any that is not finite as autograd makes it."""
-        self.module.bad_gradient = torch.zeros((), device=self.module.device)
-        for parameter in self.module.model.parameters():
-            parameter.register_hook(self._note)
+def average_over_ranks(gradients: list[Tensor], world_size: int) -> None:
+    """Mean over ranks in place, in buckets, for runs without DeepSpeed."""
+    start = 0
+    while world_size > 1 and start < len(gradients):
+        stop, size = start, 0
+        while stop < len(gradients) and size < _BUCKET_ELEMENTS:
+            size += gradients[stop].numel()
+            stop += 1
+        bucket = gradients[start:stop]
+        flat = torch.cat([g.flatten() for g in bucket])
+        dist.all_reduce(flat)
+        flat /= world_size
+        parts = torch.split(flat, [g.numel() for g in bucket])
+        torch._foreach_copy_(bucket, [part.view_as(g) for part, g in zip(parts, bucket, strict=True)])
+        start = stop
 
-    def _note(self, gradient: Tensor) -> None:
+
+def watch_gradients(module: LitRWKV7) -> None:
+    """DeepSpeed updates without showing gradients: note any that is not finite as autograd makes it."""
+    module.bad_gradient = torch.zeros((), device=module.device)
+
+    def note(gradient: Tensor) -> None:
         # 0 * x is NaN for NaN and infinite x; no synchronisation.
-        self.module.bad_gradient += gradient.sum(dtype=torch.float32) * 0
+        module.bad_gradient += gradient.sum(dtype=torch.float32) * 0
 
-    def check_gradients(self) -> None:
-        """Stop all ranks before the update if any has seen a gradient that is not finite."""
-        ranks = self.module.gather_numbers([float(self.module.bad_gradient)])
-        bad = [rank for rank, (flag,) in enumerate(ranks) if flag != 0]
-        if bad:
-            raise NonFiniteError(
-                f"step {self.module.global_step}", "the gradient is not finite", found=f"on rank {bad[0]}",
-                fix="lower model.lr_init or model.grad_clip, or look at the data of this step; the weights are unchanged",
-            )  # fmt: skip
+    for parameter in module.model.parameters():
+        parameter.register_hook(note)  # type: ignore[no-untyped-call]
+
+
+def check_gradients(module: LitRWKV7) -> None:
+    """Stop all ranks before the update if any has seen a gradient that is not finite.
+
+    Raises:
+        NonFiniteError: naming the rank.
+    """
+    ranks = module.gather_numbers([float(module.bad_gradient)])
+    bad = [rank for rank, (flag,) in enumerate(ranks) if flag != 0]
+    if bad:
+        raise NonFiniteError(
+            f"step {module.global_step}",
+            "the gradient is not finite",
+            found=f"on rank {bad[0]}",
+            fix="lower model.lr_init or model.grad_clip, or look at the data of this step; the weights are unchanged",
+        )

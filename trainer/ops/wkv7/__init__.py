@@ -108,10 +108,15 @@ def choose_backend(wanted: str, r: Tensor) -> str:
     """
     if wanted in ("chunked", "reference"):
         return wanted
-    return _cached_backend(wanted, r.device.type, r.device.index, r.dtype, r.shape[-1])
+    return _known_backend(wanted, r.device.type, r.device.index, r.dtype, r.shape[-1])
 
 
 @torch.compiler.assume_constant_result
+def _known_backend(wanted: str, kind: str, index: int | None, dtype: torch.dtype, head_size: int) -> str:
+    """What compiled code takes as a constant; Dynamo would look into a cached function and trace it."""
+    return _cached_backend(wanted, kind, index, dtype, head_size)
+
+
 @functools.cache
 def _cached_backend(wanted: str, kind: str, index: int | None, dtype: torch.dtype, head_size: int) -> str:
     """The choice asks the driver and the file system: once per device, and never inside a compiled graph."""

@@ -1,0 +1,170 @@
+"""Chunks on one device without a strategy in between, on a GPU as CUDA graphs.
+
+At batch 1 a chunk takes a GPU less time than Python takes to launch its kernels. A graph holds all launches of a
+chunk's forward and backward pass and replays them at once. It is captured the third time that a chunk of the same
+form comes by (the first times compile, build and choose algorithms), and reads its inputs from buffers of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.bptt.step import ChunkInput, EagerEngine
+from trainer.config import ModelConfig
+from trainer.model.rwkv7 import RWKV7
+from trainer.model.state import LayerState, ModelState, map_state, state_tensors
+from trainer.ops.loss import linear_cross_entropy
+
+__all__ = ["LocalEngine", "chunk_loss"]
+
+_EAGER_RUNS = 2
+
+
+def chunk_loss(
+    model: RWKV7, chunk: ChunkInput, settings: ModelConfig, *, with_loss: bool
+) -> tuple[Tensor | None, ModelState]:
+    """Weighted loss of a chunk (None without `with_loss`) and the state after it."""
+    hidden_BTC, state = model(chunk.ids_BT, chunk.state, chunk.reset_BT)
+    if not with_loss:
+        return None, state
+    loss = linear_cross_entropy(
+        hidden_BTC.flatten(0, 1),
+        model.head.weight,
+        chunk.targets_BT.flatten(),
+        chunk.weight_BT.flatten(),
+        settings.l2wrap,
+        settings.loss_chunk_rows,
+    )
+    return loss, state
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What two chunks must share to replay the same graph."""
+
+    shape: tuple[int, ...]
+    """Rows and tokens."""
+    has_reset: bool
+    trains: bool
+    has_gradient: bool
+    wants_gradient: bool
+    with_loss: bool
+
+
+@dataclass
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    chunk: ChunkInput
+    gradient: list[Tensor] | None
+    loss: Tensor | None
+    state: ModelState
+    new: list[Tensor] | None
+
+
+def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    torch._foreach_copy_(targets, sources)
+
+
+def _input_tensors(chunk: ChunkInput) -> list[Tensor]:
+    plain = [chunk.ids_BT, chunk.targets_BT, chunk.weight_BT, *state_tensors(chunk.state)]
+    return plain if chunk.reset_BT is None else [*plain, chunk.reset_BT]
+
+
+class LocalEngine(EagerEngine):
+    """`Engine` for a module on this process's device.
+
+    Args:
+        model: the network.
+        settings: loss settings and the chunk length.
+        graphs: replay full chunks as CUDA graphs. Gradient buffers must then stay where they are between
+            steps: zero them, do not free them.
+    """
+
+    def __init__(self, model: RWKV7, settings: ModelConfig, *, graphs: bool) -> None:
+        self.model, self.settings, self.graphs = model, settings, graphs
+        self._seen: dict[_Form, int] = {}
+        self._captured: dict[_Form, _Captured] = {}
+        self._pool: Any = None
+
+    def zero_state(self, rows: int) -> ModelState:
+        """See `Engine`."""
+        return self.model.zero_state(rows)
+
+    def forward(self, chunk: ChunkInput, *, with_loss: bool, is_last: bool) -> tuple[Tensor | None, ModelState]:
+        """See `EagerEngine`."""
+        return chunk_loss(self.model, chunk, self.settings, with_loss=with_loss)
+
+    def backward(self, loss: Tensor, *, is_last: bool) -> None:
+        """See `EagerEngine`."""
+        loss.backward()
+
+    def evaluate(self, chunk: ChunkInput, *, with_loss: bool) -> tuple[Tensor | None, ModelState]:
+        """See `Engine`."""
+        form = _Form((*chunk.ids_BT.shape,), chunk.reset_BT is not None, False, False, False, with_loss)
+        if not self._is_due(form, chunk):
+            return super().evaluate(chunk, with_loss=with_loss)
+        loss, state, _ = self._replay(form, chunk, None)
+        return loss, state
+
+    def train(
+        self, chunk: ChunkInput, gradient: list[Tensor] | None, *, want_gradient: bool, is_last: bool
+    ) -> tuple[Tensor, ModelState, list[Tensor] | None]:
+        """See `Engine`."""
+        has_gradient = gradient is not None
+        form = _Form((*chunk.ids_BT.shape,), chunk.reset_BT is not None, True, has_gradient, want_gradient, True)
+        if not self._is_due(form, chunk):
+            return super().train(chunk, gradient, want_gradient=want_gradient, is_last=is_last)
+        loss, state, new = self._replay(form, chunk, gradient)
+        assert loss is not None
+        return loss, state, new
+
+    def _is_due(self, form: _Form, chunk: ChunkInput) -> bool:
+        """Whether this chunk runs as a graph: a full one, of a form that has run eagerly before."""
+        if not self.graphs or not chunk.ids_BT.is_cuda or form.shape[1] != self.settings.ctx_len:
+            return False
+        self._seen[form] = self._seen.get(form, 0) + 1
+        return self._seen[form] > _EAGER_RUNS
+
+    def _replay(
+        self, form: _Form, chunk: ChunkInput, gradient: list[Tensor] | None
+    ) -> tuple[Tensor | None, ModelState, list[Tensor] | None]:
+        held = self._captured.get(form)
+        if held is None:
+            held = self._captured[form] = self._capture(form, chunk, gradient)
+        _copy_all(_input_tensors(held.chunk), _input_tensors(chunk))
+        if gradient is not None and held.gradient is not None:
+            _copy_all(held.gradient, gradient)
+        held.graph.replay()
+        # The next replay overwrites what this one left; states outlive it.
+        fresh = [torch.empty_like(x) for x in state_tensors(held.state)]
+        _copy_all(fresh, state_tensors(held.state))
+        state = tuple(LayerState(*fresh[i : i + 3]) for i in range(0, len(fresh), 3))
+        return None if held.loss is None else held.loss.clone(), state, held.new
+
+    def _capture(self, form: _Form, chunk: ChunkInput, gradient: list[Tensor] | None) -> _Captured:
+        """Record a chunk's launches; nothing is computed yet."""
+        own = ChunkInput(
+            chunk.ids_BT.clone(),
+            chunk.targets_BT.clone(),
+            chunk.weight_BT.clone(),
+            None if chunk.reset_BT is None else chunk.reset_BT.clone(),
+            map_state(torch.clone, chunk.state),
+        )
+        own_gradient = None if gradient is None else [g.clone() for g in gradient]
+        graph = torch.cuda.CUDAGraph()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, pool=self._pool):
+            if form.trains:
+                loss, state, new = super().train(
+                    replace(own), own_gradient, want_gradient=form.wants_gradient, is_last=False
+                )
+            else:
+                loss, state = super().evaluate(own, with_loss=form.with_loss)  # type: ignore[assignment]
+                new = None
+        return _Captured(graph, own, own_gradient, loss, state, new)
