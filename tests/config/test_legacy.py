@@ -116,23 +116,9 @@ def test_harmless_values_pass_and_others_are_refused_by_name(key):
             mapped(**{section: {name: 0.25}})
 
 
-def test_parts_of_a_feature_that_is_off_do_nothing():
-    data = {
-        "multi_column_keys": [],
-        "multi_column_prefix": ["a"],
-        "conversation_format": None,
-        "conversation_sender_suffix": {"a": "b"},
-        "packing_enable": False,
-        "packing_batchsize": 20160,
-        "text_rechunk_auto": True,
-        "source": "json",
-    }
-    assert mapped(data=data)[0] == {"data": {"source": "json"}}
-
-
-def test_joining_text_lines_into_blocks_is_refused():
-    with pytest.raises(ConfigError, match=r"text_rechunk_auto.*data.batching: stream"):
-        mapped(data={"source": "text", "text_rechunk_auto": True})
+def test_data_keys_of_the_older_trainer_are_settings_again():
+    data = {"source": "text", "text_rechunk_auto": True, "packing_enable": True, "conversation_format": "iopairs"}
+    assert mapped(data=data)[0] == {"data": data}
 
 
 def test_keys_without_effect_are_said_in_one_line():

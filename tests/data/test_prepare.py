@@ -72,7 +72,8 @@ def test_saved_folder_is_an_ordinary_data_set(data):
     prepare.prepare(data)
     loaded = datasets.load_from_disk(data.data_path)
     assert {name: len(part) for name, part in loaded.items()} == {"train": 22, "test": 2}
-    assert loaded["train"].column_names == ["input_ids"]
+    assert loaded["train"].column_names == ["input_ids", "doc_id"]
+    assert loaded["train"]["doc_id"][:] == list(range(22))
     assert loaded["train"][0]["input_ids"][-1] == 0
 
 
@@ -176,7 +177,7 @@ def test_changed_results_need_a_new_version(tmp_path):
         train, validation, manifest = open_prepared(settings)
         digests += [train.digest[:16], validation.digest[:16]]
     assert (manifest.recipe["versions"], digests) == (
-        {"sources": 1, "tokenizers": 1, "encode": 1, "prepare": 1},
+        {"sources": 2, "formats": 1, "tokenizers": 1, "encode": 2, "prepare": 2},
         ["1079b12829912179", "19df91b692cc4ac6", "ab0aa7f8255aeef0", "a1b4f1fd0e189a34"],
     ), "prepared data sets of users would stay as they were: raise VERSION of the stage that changed, then this record"
 
@@ -283,15 +284,15 @@ def test_folder_of_someone_else_is_left_alone(data, tmp_path):
 
 
 def test_source_that_changes_while_it_is_read(data, monkeypatch):
-    load = prepare.load_documents
+    encode_records = prepare.encode_records
 
-    def load_then_append(source, workspace):
-        documents = load(source, workspace)
-        with source.files[0].open("a") as stream:
+    def encode_then_append(*args, **settings):
+        encoded = encode_records(*args, **settings)
+        with Path(data.source).open("a") as stream:
             stream.write('{"text": "late"}\n')
-        return documents
+        return encoded
 
-    monkeypatch.setattr(prepare, "load_documents", load_then_append)
+    monkeypatch.setattr(prepare, "encode_records", encode_then_append)
     with pytest.raises(DataError, match=r"docs\.jsonl: changed while it was read"):
         prepare.prepare(data)
     assert not Path(data.data_path).exists()
@@ -416,7 +417,7 @@ def test_two_at_once_build_once(data):
 
 
 # The steps at which a build may die.
-POINTS = ["load_documents", "keep_documents", "list_files", "write_manifest", "_replace"]
+POINTS = ["encode_records", "keep_documents", "list_files", "write_manifest", "_replace"]
 
 
 class Killed(BaseException):

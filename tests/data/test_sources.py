@@ -2,16 +2,21 @@ import bz2
 import gzip
 import json
 import lzma
+import pickle
 import random
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from trainer.config.schema import DataConfig
-from trainer.data.sources import find_binidx, find_source, load_documents
+from trainer.data.encode import Encoder
+from trainer.data.format_choice import find_format
+from trainer.data.formats import TextFormat
+from trainer.data.sources import find_flat, find_source, first_record, read_batches
 from trainer.errors import ConfigError, DataError, TrainerError
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "data"
@@ -23,11 +28,20 @@ def quiet():
     datasets.disable_progress_bars()
 
 
-def texts_of(workspace, **settings):
+def texts_of(_, **settings):
+    """The text of each record, as preparation sees it."""
     data = DataConfig(**settings)
-    workspace.mkdir(exist_ok=True)
     source = find_source(data)
-    return load_documents(source, workspace)[source.text_key][:]
+    form = TextFormat()
+    if source.kind != "text":
+        place, record = first_record(source)
+        form = find_format(data, record, place)
+    encoder = Encoder("byte", append_end_of_document=False, record_format=form)
+    texts = []
+    for batch in read_batches(source, form.columns):
+        ids, _, sizes = encoder(pickle.loads(pickle.dumps(batch)))
+        texts += [bytes((part - 1).astype("u1")).decode() for part in np.split(ids, np.cumsum(sizes)[:-1])]
+    return texts
 
 
 def write_lines(path, records, end="\n"):
@@ -123,7 +137,7 @@ def test_other_columns_may_be_of_any_kind(tmp_path):
         ({"text": True}, "text is a boolean"),
         ({"text": ["a"]}, "text is an array"),
         ({"text": "x\ud83d"}, "lone surrogate"),
-        ({}, "has no column text; found 'no columns'"),
+        ({}, "has no text; found 'nothing'"),
         ("text", "line 2 is a text"),
     ],
 )
@@ -187,7 +201,7 @@ def test_each_text_file_is_one_document(tmp_path, caplog):
     expected = ["with bom\nnext", "line 1\nline 2\n\nline 4\n", ""]
     with caplog.at_level("INFO"):
         assert texts_of(tmp_path / "w", source="text", source_data_dir=str(folder)) == expected
-    assert "carriage returns of 1 files are read as newlines" in caplog.text
+    assert "carriage returns are read as newlines" in caplog.text
     assert texts_of(tmp_path / "v", source=str(folder / "b.txt")) == expected[1:2]
     params = {"data_files": ["sub/*.txt", "b.txt"]}
     settings = {"source": "text", "source_data_dir": str(folder), "source_dataset_params": params}
@@ -198,10 +212,10 @@ def test_each_text_file_is_one_document(tmp_path, caplog):
 
 def test_text_file_that_is_no_utf8_is_named_with_its_line(tmp_path):
     (tmp_path / "x.txt").write_bytes(b"fine\nfine\nbad \xff\n")
-    with pytest.raises(DataError, match=r"x\.txt: line 3 is not valid utf-8; found 'byte 0xff'"):
+    with pytest.raises(DataError, match=r"x\.txt: line 3, byte 14, is not valid utf-8; found 'byte 0xff'"):
         texts_of(tmp_path / "w", source=str(tmp_path / "x.txt"))
     (tmp_path / "y.txt").write_bytes("cut 世".encode()[:-1])
-    with pytest.raises(DataError, match=r"y\.txt: line 1 is not valid utf-8"):
+    with pytest.raises(DataError, match=r"y\.txt: line 1, byte 4, is not valid utf-8"):
         texts_of(tmp_path / "w", source=str(tmp_path / "y.txt"))
     settings = {"source": "text", "source_data_dir": str(tmp_path)}
     settings["source_dataset_params"] = {"data_files": "x.txt", "encoding": "latin-1"}
@@ -216,9 +230,9 @@ def test_parquet_files(tmp_path):
     pq.write_table(pa.table({"n": ["x"], "body": ["2020-01-01"]}), tmp_path / "2.parquet", row_group_size=1)
     settings = {"source": "parquet", "source_data_dir": str(tmp_path), "custom_text_key": "body"}
     assert texts_of(tmp_path / "w", **settings) == ["a", "bbbbbbbbb", "2020-01-01"]
-    with pytest.raises(DataError, match=r"1\.parquet: has no column text; found 'body, n'"):
+    with pytest.raises(DataError, match=r"1\.parquet: row 1: has no column text.*; found 'body, n'"):
         texts_of(tmp_path / "w", source=str(tmp_path / "1.parquet"))
-    with pytest.raises(DataError, match=r"1\.parquet: column n does not hold text; found 'int64'"):
+    with pytest.raises(DataError, match=r"1\.parquet: row 1: n is a number; found '1'; must be a text"):
         texts_of(tmp_path / "w", source=str(tmp_path / "1.parquet"), custom_text_key="n")
     pq.write_table(pa.table({"text": ["a", None]}), tmp_path / "3.parquet")
     with pytest.raises(DataError, match=r"3\.parquet: row 2: text is null"):
@@ -249,17 +263,6 @@ def test_saved_data_sets(tmp_path):
         texts_of(tmp_path / "w", source=str(tmp_path / "plain"))
 
 
-def test_tokenized_data_set_as_source_says_what_to_do(tmp_path):
-    datasets.Dataset.from_dict({"input_ids": [[1, 0]]}).save_to_disk(tmp_path / "ids")
-    with pytest.raises(DataError, match="has no column text; found 'input_ids'"):
-        texts_of(tmp_path / "w", source=str(tmp_path / "ids"))
-
-
-def test_part_of_a_split(tmp_path):
-    path = write_lines(tmp_path / "x.jsonl", [{"text": str(i)} for i in range(10)])
-    assert texts_of(tmp_path / "w", source=str(path), source_dataset_split="train[2:4]") == ["2", "3"]
-
-
 def test_data_files_by_split(tmp_path):
     write_lines(tmp_path / "a.jsonl", [{"text": "a"}])
     write_lines(tmp_path / "b.jsonl", [{"text": "b"}])
@@ -275,7 +278,6 @@ def test_data_files_by_split(tmp_path):
     ("settings", "words"),
     [
         ({"source": "/nonexistent/data"}, "data.source: is no such file.*'/nonexistent/data'"),
-        ({"source": "teven/enwiki_10k"}, "save_to_disk"),
         ({"source": "json"}, "data.source_data_dir: is not set"),
         ({"source": "text", "source_data_dir": "{empty}"}, "holds no text files"),
         ({"source": "json", "source_data_dir": "{empty}/no"}, "/no: does not exist"),
@@ -294,15 +296,15 @@ def test_settings_that_name_no_source(settings, words, tmp_path):
         find_source(DataConfig(**filled))
 
 
-def test_find_binidx():
+def test_find_flat():
     pair = FIXTURES / "vectors" / "sample"
-    assert find_binidx(DataConfig(source="binidx", source_data_dir=str(pair))) == pair
-    assert find_binidx(DataConfig(source="binidx", source_data_dir=f"{pair}.bin")) == pair
-    assert find_binidx(DataConfig(source=str(pair))) == pair
-    assert find_binidx(DataConfig(data_path=str(pair))) == pair
-    assert find_binidx(DataConfig(data_path=str(FIXTURES), source="json")) is None
-    assert find_binidx(DataConfig(data_path=str(FIXTURES))) is None
+    assert find_flat(DataConfig(source="binidx", source_data_dir=str(pair))) == pair
+    assert find_flat(DataConfig(source="binidx", source_data_dir=f"{pair}.bin")) == pair
+    assert find_flat(DataConfig(source=str(pair))) == pair
+    assert find_flat(DataConfig(data_path=str(pair))) == pair
+    assert find_flat(DataConfig(data_path=str(FIXTURES), source="json")) is None
+    assert find_flat(DataConfig(data_path=str(FIXTURES))) is None
     with pytest.raises(ConfigError, match="source_data_dir: is not set"):
-        find_binidx(DataConfig(source="binidx"))
+        find_flat(DataConfig(source="binidx"))
     with pytest.raises(ConfigError, match="no meaning for binidx"):
-        find_binidx(DataConfig(source="binidx", source_data_dir="x", source_dataset_params={"a": 1}))
+        find_flat(DataConfig(source="binidx", source_data_dir="x", source_dataset_params={"a": 1}))

@@ -19,7 +19,7 @@ _logger = get_logger(__name__)
 PRECISIONS = ("bf16-mixed", "bf16-true", "32-true", "64-true")
 STRATEGIES = ("auto", "ddp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3")
 
-_FILE_KINDS = ("text", "json", "parquet", "arrow")
+_FILE_KINDS = ("text", "json", "jsonl", "csv", "parquet", "arrow", "pandas")
 
 _Rule = tuple[str, Callable[[Any], bool]]
 _POSITIVE: _Rule = ("above 0", lambda value: value > 0)
@@ -58,6 +58,11 @@ _RANGES: dict[str, _Rule] = {
     "data.min_token_size": _AT_LEAST_ONE,
     "data.max_token_size": _ONE_OR_UNLIMITED,
     "data.test_split": _NOT_NEGATIVE,
+    "data.data_prefix_skip_mask": _NOT_NEGATIVE,
+    "data.text_rechunk_size": ("2 or more", lambda value: value >= 2),
+    "data.packing_batchsize": _AT_LEAST_ONE,
+    "data.packing_chunksize": _AT_LEAST_ONE,
+    "data.packing_min_ctx_len": _ONE_OR_UNLIMITED,
     "data.num_proc": _AT_LEAST_ONE,
     "data.chunks_per_step": _AT_LEAST_ONE,
     "data.dataloader_prefetch_factor": _NOT_NEGATIVE,
@@ -157,11 +162,17 @@ def _check_model(model: ModelConfig) -> None:
 
 
 def _check_data(data: DataConfig) -> None:
-    if data.source is None and data.data_path is None:
+    is_mixture = data.sources is not None or data.datapack_config_path is not None
+    if data.source is None and data.data_path is None and not is_mixture:
         problem = "neither data.source nor data.data_path is given"
         raise ConfigError("data.source", problem, fix="name the source, or a folder of prepared data in data.data_path")
     if data.source in _FILE_KINDS and data.data_path is None:
         raise ConfigError("data.data_path", "missing", fix="give a folder where the prepared data may be kept")
+    for name in ("dataset_offset", "dataset_length"):
+        value = getattr(data, name)
+        if (value >= 1 and value != int(value)) or (value < 0 and value != -1):
+            rule = "a share below 1, a whole number of records, or -1"
+            raise ConfigError(f"data.{name}", "neither share nor count", found=value, rule=rule)
     if data.test_split > 1 and data.test_split != int(data.test_split):
         rule = "a share below 1, or a whole number of documents"
         raise ConfigError("data.test_split", "neither share nor count", found=data.test_split, rule=rule)
@@ -182,6 +193,16 @@ def _check_batching(run: RunConfig) -> None:
             "model.bptt_window", f"{window} chunks are more than data.chunks_per_step {chunks}",
             rule="at most data.chunks_per_step in stream batching: gradients end at the optimizer step",
             fix=f"set data.chunks_per_step: {window}, or model.bptt_window: full",
+        )  # fmt: skip
+    if batching != "documents" and run.data.packing_enable:
+        raise ConfigError(
+            "data.packing_enable", f"acts only with data.batching: documents, not {batching}", found=True,
+            fix="remove it: stream and windows have no padding",
+        )  # fmt: skip
+    if run.data.packing_enable and run.model.bptt_learning_range != -1:
+        raise ConfigError(
+            "data.packing_enable", "cannot be used with model.bptt_learning_range, which counts the chunks of a document",
+            found=True, fix="remove one of them",
         )  # fmt: skip
     if batching != "stream" and chunks != 1:
         raise ConfigError(

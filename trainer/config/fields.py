@@ -91,8 +91,14 @@ def describe_type(annotation: Any) -> str:
         return "one of " + ", ".join(str(choice) for choice in arguments)
     if origin in (Union, types.UnionType):
         return " or ".join(describe_type(part) for part in arguments)
+    if origin is list:
+        return f"a list of which each entry is {describe_type(arguments[0])}"
     if origin is dict:
-        return "a mapping" if arguments[1] is Any else f"a mapping whose values are {describe_type(arguments[1])}"
+        return (
+            "a mapping"
+            if not arguments or arguments[1] is Any
+            else f"a mapping whose values are {describe_type(arguments[1])}"
+        )
     words = {int: "an int", float: "a number", str: "a text", bool: "true or false", type(None): "null"}
     return words.get(annotation, str(annotation))
 
@@ -106,6 +112,8 @@ def accepts(annotation: Any, value: object) -> bool:
         return value in arguments
     if origin in (Union, types.UnionType):
         return any(accepts(part, value) for part in arguments)
+    if origin is list:
+        return isinstance(value, list) and all(accepts(arguments[0], item) for item in value)
     if origin is dict:
         return isinstance(value, dict) and all(accepts(arguments[1], item) for item in value.values())
     if isinstance(value, bool):

@@ -19,8 +19,6 @@ from trainer.errors import ConfigError
 __all__ = ["OLDER_KEYS", "apply_environment", "map_older_keys"]
 
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
-_USE_STREAM = "data.batching: stream joins documents without padding"
-_NO_COLUMNS = "write the whole text of a document into one column and name it in data.custom_text_key"
 
 
 @dataclass(frozen=True)
@@ -56,30 +54,13 @@ OLDER_KEYS: dict[str, OlderKey] = {
     "model.ctx_len_warmup_steps": _off("remove it: documents are trained whole, whatever their length"),
     "model.token_loss_threshold": _off("remove it: every token that the data marks as trained is trained", 0),
     "model.token_dropout_rate": _off("remove it: every token that the data marks as trained is trained", 0),
-    "data.data_path_storage_options": _off("copy the prepared data to a local folder"),
-    "data.datapack_config_path": _off("prepare one data set and name it in data.data_path"),
     "data.autoTokenizer": _off(
         "save the tokenizer to a folder and name it in data.tokenizer", {"kwargs": {}, "props": {}}
     ),
-    "data.multi_column_keys": _off(_NO_COLUMNS),
-    "data.conversation_format": _off(_NO_COLUMNS),
-    "data.disable_prompt_completion_mask": _off(_NO_COLUMNS, False),
-    "data.data_prefix_skip_mask": _off("remove it: every token of a document is trained", 0),
-    "data.text_rechunk_force": _off(_USE_STREAM, False),
-    "data.packing_enable": _off(_USE_STREAM, False),
-    "data.reverse_train_dataset_before_save": _off("reverse the source", False),
-    "data.dataset_offset": _off("cut the source", -1, 0),
-    "data.dataset_length": _off("cut the source", -1, 0),
-    "data.dataloader_swap_train_test_split": _off("swap the sources", False),
     "data.processing_max_batch_size": _ignored(),
-    "data.sort_by_length": _ignored(),
-    "data.sort_asc": _ignored(),
-    "data.text_rechunk_size": _ignored(),
 }
 """Keys without a successor. Those handled by a function of this module are not in the table."""
 
-# These shape a feature that is off (any other value of its switch is refused above), so they do nothing.
-_PARTS_OF_FEATURES = ("data.multi_column_", "data.conversation_", "data.packing_")
 _MINUS_ONE_IS_UNSET = ("model.n_layer", "model.n_embd", "model.vocab_size", "model.dim_ffn")
 _RENAMED = {"trainer.gradient_clip_val": "model.grad_clip", "ckpt_path": "resume"}
 
@@ -143,7 +124,6 @@ def map_older_keys(source: Source, notes: list[str]) -> Source:
     _map_renamed(mapping)
     _map_tokenizer(mapping)
     _map_checkpoint_callback(mapping)
-    _refuse_text_rechunk(mapping)
     for section in ("model", "data"):
         for name in list(mapping.values.get(section) or ()):
             _drop_older_key(mapping, f"{section}.{name}")
@@ -297,21 +277,9 @@ def _read_checkpoint_block(mapping: _Mapping, arguments: dict[str, Any]) -> None
     )
 
 
-def _refuse_text_rechunk(mapping: _Mapping) -> None:
-    key = "data.text_rechunk_auto"
-    if not mapping.has(key):
-        return
-    value = mapping.take(key)
-    if value and mapping.has("data.source") and mapping.get("data.source") == "text":
-        problem = "text is not joined and cut into blocks of equal length here"
-        raise ConfigError(mapping.where(key), problem, fix=f"set it to false; {_USE_STREAM}")
-
-
 def _drop_older_key(mapping: _Mapping, key: str) -> None:
     older = OLDER_KEYS.get(key)
     if older is None:
-        if key.startswith(_PARTS_OF_FEATURES):
-            mapping.take(key)
         return
     mapping.is_older = True
     value = mapping.take(key)

@@ -22,11 +22,13 @@ from trainer.data.orders import (
     DocumentOrder,
     LanePlan,
     MicroRows,
+    PackedOrder,
     Position,
     Row,
     StreamOrder,
     WindowOrder,
 )
+from trainer.data.packing import PackPlan
 from trainer.data.store import TokenStore
 from trainer.errors import CheckpointError, ConfigError
 from trainer.logs import get_logger, log_once
@@ -190,10 +192,22 @@ class ValidationLanes:
 def _make_order(store: TokenStore, data: DataConfig, plan: LanePlan) -> BatchOrder:
     if data.batching == "windows":
         return WindowOrder(store.num_tokens, plan)
-    shuffle = data.dataloader_shuffle_training
+    shuffle = data.dataloader_shuffle_training and not data.sort_by_length
+    if data.packing_enable:
+        return PackedOrder(store.sizes, plan, _pack_plan(data, plan), shuffle=shuffle)
     if data.batching == "stream":
         return StreamOrder(store.sizes, plan, data.chunks_per_step * plan.ctx_len, shuffle=shuffle)
     return DocumentOrder(store.sizes, plan, shuffle=shuffle)
+
+
+def _pack_plan(data: DataConfig, plan: LanePlan) -> PackPlan:
+    return PackPlan(
+        multiple=data.packing_chunksize or plan.ctx_len,
+        least=max(0, data.packing_min_ctx_len),
+        pool_size=data.packing_batchsize,
+        in_sequence=data.packing_in_sequence,
+        seed=plan.seed,
+    )
 
 
 def _order_settings(store: TokenStore, data: DataConfig, plan: LanePlan) -> dict[str, object]:
@@ -205,8 +219,11 @@ def _order_settings(store: TokenStore, data: DataConfig, plan: LanePlan) -> dict
     }
     if data.batching == "windows":
         return settings | {"model.ctx_len": plan.ctx_len}
+    if data.packing_enable:
+        pack = _pack_plan(data, plan)
+        settings["data.packing_enable"] = [pack.multiple, pack.least, pack.pool_size, pack.in_sequence]
     return settings | {
-        "data.dataloader_shuffle_training": data.dataloader_shuffle_training,
+        "data.dataloader_shuffle_training": data.dataloader_shuffle_training and not data.sort_by_length,
         "trainer.deterministic_order_seed": plan.seed,
     }
 

@@ -58,6 +58,10 @@ class SourceFile:
         content = {"sha256": self.sha256} if self.sha256 else {"mtime_ns": self.mtime_ns}
         return {"name": self.name, "size": self.size, **content}
 
+    def moved(self, old: str, new: str) -> SourceFile:
+        """The same file under a name that begins with `new` instead of `old`."""
+        return dataclasses.replace(self, name=new + self.name.removeprefix(old))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
@@ -67,7 +71,7 @@ class Manifest:
     """Everything that decides the content: settings, tokenizer, source files, program versions."""
     source_files: list[SourceFile]
     counts: dict[str, int]
-    """documents, tokens, train_documents, train_tokens, validation_documents, validation_tokens."""
+    """documents, tokens, train_documents, train_tokens, train_trained_tokens, and the same of validation."""
     dropped: dict[str, int]
     """Documents left out, by reason."""
     dtype: str
@@ -75,6 +79,10 @@ class Manifest:
     max_token_id: int
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Bytes and sha256 of every other file in the folder."""
+    record_formats: list[str] = field(default_factory=list)
+    """What each source's records were taken for."""
+    sources: list[dict[str, Any]] = field(default_factory=list)
+    """Of each source, by source_id: name, epochs, documents, tokens, trained_tokens."""
     format: int = FORMAT
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from trainer.data.packing import PackPlan, pack_documents
 from trainer.data.sampler import epoch_permutation, keyed_permutation, magic_prime, official_offsets
 from trainer.errors import ConfigError, DataError
 
@@ -23,6 +24,7 @@ __all__ = [
     "LanePlan",
     "LaneState",
     "MicroRows",
+    "PackedOrder",
     "Position",
     "Row",
     "Span",
@@ -244,6 +246,43 @@ class DocumentOrder:
 
     def _longest_first(self, documents: IntArray) -> IntArray:
         return documents[np.argsort(-self._sizes[documents], kind="stable")]
+
+
+class PackedOrder:
+    """A row is several documents, with a reset where each starts; an epoch visits each document once.
+
+    Documents are packed once, and the rows are dealt like the documents of `DocumentOrder`.
+
+    Args:
+        sizes: int64 [num_documents], tokens. Documents with fewer than 2 have no target and are skipped.
+        plan: how rows are shared out.
+        pack: how documents are packed.
+        shuffle: new order of rows each epoch.
+    """
+
+    def __init__(self, sizes: IntArray, plan: LanePlan, pack: PackPlan, *, shuffle: bool) -> None:
+        self._sizes = sizes
+        documents = _trainable_documents(sizes)
+        self._rows = [documents[row] for row in pack_documents(sizes[documents] - 1, pack)]
+        # A row of n documents has as many pairs as one document of its length.
+        row_sizes = np.array([int((sizes[row] - 1).sum()) + 1 for row in self._rows], np.int64)
+        self._order = DocumentOrder(row_sizes, plan, shuffle=shuffle)
+        self.steps_per_epoch = self._order.steps_per_epoch
+        self.tokens_per_epoch = self._order.tokens_per_epoch
+
+    def first(self) -> Position:
+        """Position of the first step of a run."""
+        return Position()
+
+    def step(self, position: Position) -> tuple[tuple[MicroRows, ...], Position]:
+        """This rank's micro-batches of the step at `position`, and the position after it."""
+        micro, after = self._order.step(position)
+        return tuple(MicroRows(tuple(self._row(*row) for row in part.rows), None) for part in micro), after
+
+    def _row(self, packed: Span) -> Row:
+        assert packed.document is not None
+        documents = self._rows[packed.document].tolist()
+        return tuple(Span(doc, 0, int(self._sizes[doc]) - 1) for doc in documents)
 
 
 # ---- stream ------------------------------------------------------------------------------------------

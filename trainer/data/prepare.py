@@ -1,7 +1,7 @@
 """From `data:` settings to a prepared data set: built once, checked at every use.
 
-Stages: source -> texts -> token ids -> size filter -> split -> save + manifest. The folder `data_path` appears
-by one rename when everything is in it, so a killed build leaves nothing half-used.
+Stages: source -> records -> segments -> token ids -> filter -> split -> shape -> save + manifest. The folder
+`data_path` appears by one rename when everything is in it, so a killed build leaves nothing half-used.
 """
 
 from __future__ import annotations
@@ -11,18 +11,20 @@ import fcntl
 import json
 import os
 import shutil
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from trainer.config.schema import DataConfig, TrainerConfig
-from trainer.data import encode, sources, tokenizers
+from trainer.data import encode, formats, sources, tokenizers
 from trainer.data.binidx import BinIdx
+from trainer.data.encode import EncodedFile, Encoder, encode_records
+from trainer.data.format_choice import find_format, format_settings, given_format
+from trainer.data.formats import RecordFormat
 from trainer.data.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -35,23 +37,48 @@ from trainer.data.manifest import (
     verify_files,
     write_manifest,
 )
-from trainer.data.selection import in_words, keep_documents, split_documents
-from trainer.data.sources import Source, find_binidx, find_source, load_documents
-from trainer.data.store import ArrowStore, SubsetStore, TokenStore, check_token_ids
+from trainer.data.mixing import SourceSettings, document_passes, read_datapack, source_epochs, source_settings
+from trainer.data.npy import open_npy
+from trainer.data.progress import report_progress
+from trainer.data.saving import Part, SplitWriter
+from trainer.data.selection import document_window, in_words, keep_documents, order_documents, split_documents
+from trainer.data.sources import Source, find_flat, find_source, first_record, read_batches
+from trainer.data.store import ArrowStore, FlatStore, SubsetStore, TokenStore, check_token_ids
 from trainer.errors import ConfigError, DataError, StorageError
-from trainer.logs import get_logger, log_once
-
-if TYPE_CHECKING:
-    from datasets import Dataset
+from trainer.logs import get_logger, log_once, mask_secrets
 
 __all__ = ["VERSION", "PreparedSummary", "open_prepared", "prepare"]
 
-VERSION = 1
-"""Raise it when filtering, splitting or saving change; prepared data sets are then rebuilt."""
+VERSION = 2
+"""Raise it when filtering, splitting, shaping or saving change; prepared data sets are then rebuilt."""
 
 _SEED = TrainerConfig.deterministic_order_seed
+_SHAPE_SETTINGS = (
+    "train_on_end",
+    "data_prefix_skip_mask",
+    "dataset_offset",
+    "dataset_length",
+    "text_rechunk_auto",
+    "text_rechunk_force",
+    "text_rechunk_size",
+    "sort_by_length",
+    "sort_asc",
+    "reverse_train_dataset_before_save",
+)
 
 logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A source of the data set together with its settings."""
+
+    settings: SourceSettings
+    source: Source
+
+    @property
+    def data(self) -> DataConfig:
+        return self.settings.data
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,12 +90,16 @@ class PreparedSummary:
     reason: str | None
     """Why it was built; None if it was there and up to date."""
     counts: dict[str, int]
-    """documents, tokens, train_documents, train_tokens, validation_documents, validation_tokens."""
+    """documents, tokens, train_documents, train_tokens, train_trained_tokens, and the same of validation."""
     dropped: dict[str, int]
     """Documents left out, by reason."""
     dtype: str
     seconds: float
     """Wall time of the whole call."""
+    record_formats: tuple[str, ...] = ()
+    """What each source's records were taken for."""
+    sources: tuple[dict[str, Any], ...] = ()
+    """Of each source of a mixture: name, epochs, documents, tokens."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -95,43 +126,60 @@ def prepare(
         StorageError: `data_path` cannot be written.
     """
     started = time.monotonic()
-    prefix = find_binidx(data)
-    if prefix is not None or data.source is None or data.skip_datapath_setup:
+    flat = find_flat(data)
+    if flat is not None or not _has_source(data) or data.skip_datapath_setup:
         reason, manifest = None, open_prepared(data, seed=seed, vocab_size=vocab_size)[2]
     else:
-        reason, manifest = _prepare_folder(data, find_source(data), seed, force)
+        data, work = _work(data)
+        reason, manifest = _prepare_folder(data, work, seed, force)
         _check_vocabulary(data, manifest, vocab_size)
     return PreparedSummary(
-        where=str(prefix or data.data_path),
+        where=str(flat or data.data_path),
         reason=reason,
         counts=manifest.counts,
         dropped=manifest.dropped,
         dtype=manifest.dtype,
         seconds=time.monotonic() - started,
+        record_formats=tuple(manifest.record_formats),
+        sources=tuple(manifest.sources),
     )
 
 
-def _prepare_folder(data: DataConfig, source: Source, seed: int, force: bool) -> tuple[str | None, Manifest]:
+def _has_source(data: DataConfig) -> bool:
+    return any(value is not None for value in (data.source, data.sources, data.datapack_config_path))
+
+
+def _work(data: DataConfig) -> tuple[DataConfig, list[_Work]]:
+    """The settings that all sources share, and each source."""
+    if data.datapack_config_path is not None:
+        data = read_datapack(data)
+    work = [_Work(settings, find_source(settings.data)) for settings in source_settings(data)]
+    for part in work:
+        given_format(part.data)
+    return data, work
+
+
+def _prepare_folder(data: DataConfig, work: list[_Work], seed: int, force: bool) -> tuple[str | None, Manifest]:
     if data.data_path is None:
         raise ConfigError("data.data_path", "is not set", fix="name a folder that will hold the prepared data set")
     target = Path(data.data_path)
-    manifest, reason = _state(target, data, source, seed)
+    manifest, reason = _state(target, data, work, seed)
     if reason is None and not force:
         assert manifest is not None
         logger.info("data: %s is up to date", target)
         return None, manifest
     with _build_lock(target):
         # Another process may have built it while this one waited.
-        manifest, reason = _state(target, data, source, seed)
+        manifest, reason = _state(target, data, work, seed)
         if reason is None and not force:
             assert manifest is not None
             return None, manifest
         reason = reason or "asked for"
         logger.info("data: %s %s: %s", "rebuilding" if manifest else "building", target, reason)
-        return reason, _build(data, source, seed, target)
+        return reason, _build(data, work, seed, target)
 
 
-def _state(target: Path, data: DataConfig, source: Source, seed: int) -> tuple[Manifest | None, str | None]:
+def _state(target: Path, data: DataConfig, work: list[_Work], seed: int) -> tuple[Manifest | None, str | None]:
     """The manifest of `target`, and why it must be built anew (None: it need not be)."""
     if not target.exists():
         return None, "it does not exist yet"
@@ -139,7 +187,7 @@ def _state(target: Path, data: DataConfig, source: Source, seed: int) -> tuple[M
         manifest = read_manifest(target)
         if manifest is None:
             return None, _reason_without_manifest(target)
-        reason = describe_change(manifest.recipe, _recipe(data, source, seed, manifest.source_files)[0])
+        reason = describe_change(manifest.recipe, _recipe(data, work, seed, manifest.source_files)[0])
         if reason is None:
             verify_files(target, manifest)
         return manifest, reason
@@ -161,36 +209,63 @@ def _reason_without_manifest(target: Path) -> str:
 
 
 def _recipe(
-    data: DataConfig, source: Source | None, seed: int, known: list[SourceFile]
+    data: DataConfig, work: list[_Work] | None, seed: int, known: list[SourceFile]
 ) -> tuple[dict[str, Any], list[SourceFile]]:
     """Everything that decides the content of the prepared data set, and the source files as they are now."""
     tokenizer = _tokenizer(data)
-    recipe = {
+    recipe: dict[str, Any] = {
         "tokenizer": tokenizer.name,
         "tokenizer_digest": tokenizer.digest,
         "append_end_of_document": data.append_end_of_document,
+    }
+    files: list[SourceFile] = []
+    if work is not None and len(work) > 1:
+        recipe["seed"] = seed
+        recipe["sources"] = [part.settings.name for part in work]
+        for part in work:
+            prefix = f"{part.settings.name}: "
+            own = [file.moved(prefix, "") for file in known if file.name.startswith(prefix)]
+            own = [file.moved("", prefix) for file in fingerprint_source(part.source, own)]
+            files += own
+            amounts = {name: getattr(part.settings, name) for name in ("epochs", "tokens", "weight")}
+            recipe |= {
+                f"{prefix}{key}": value
+                for key, value in {**amounts, **_source_recipe(part.data, part.source, own, seed)}.items()
+            }
+    else:
+        source = work[0].source if work else None
+        files = [] if source is None else fingerprint_source(source, known)
+        recipe |= _source_recipe(work[0].data if work else data, source, files, seed)
+    recipe["versions"] = {
+        "sources": sources.VERSION,
+        "formats": formats.VERSION,
+        "tokenizers": tokenizers.VERSION,
+        "encode": encode.VERSION,
+        "prepare": VERSION,
+    }
+    return json.loads(json.dumps(recipe)), files
+
+
+def _source_recipe(data: DataConfig, source: Source | None, files: list[SourceFile], seed: int) -> dict[str, Any]:
+    default = DataConfig()
+    recipe: dict[str, Any] = {
         "min_token_size": data.min_token_size,
         "max_token_size": data.max_token_size,
         "test_split": data.test_split,
         "test_split_shuffle": data.test_split_shuffle,
         "seed": seed if data.test_split_shuffle else None,
     }
-    files = [] if source is None else fingerprint_source(source, known)
+    recipe |= {name: getattr(data, name) for name in _SHAPE_SETTINGS if getattr(data, name) != getattr(default, name)}
+    recipe |= format_settings(data)
     if source is not None:
         recipe |= {
-            "source": source.kind,
-            "text_key": source.text_key,
+            "source": source.hub_name or source.kind,
             "source_dataset_split": source.split,
-            "source_dataset_params": source.params,
+            # Arguments may hold an access token, and manifests are shared.
+            "source_dataset_params": mask_secrets(source.params),
             "source_files": [file.identity for file in files],
         }
-    recipe["versions"] = {
-        "sources": sources.VERSION,
-        "tokenizers": tokenizers.VERSION,
-        "encode": encode.VERSION,
-        "prepare": VERSION,
-    }
-    return json.loads(json.dumps(recipe)), files
+    return recipe
 
 
 def _tokenizer(data: DataConfig) -> tokenizers.Tokenizer:
@@ -220,7 +295,7 @@ def _build_lock(target: Path) -> Iterator[None]:
         yield
 
 
-def _build(data: DataConfig, source: Source, seed: int, target: Path) -> Manifest:
+def _build(data: DataConfig, work: list[_Work], seed: int, target: Path) -> Manifest:
     """Build into a folder beside `target`, then put it in its place."""
     for pattern in (f".{target.name}.build-*", f".{target.name}.old-*"):
         for leftover in target.parent.glob(pattern):
@@ -228,7 +303,7 @@ def _build(data: DataConfig, source: Source, seed: int, target: Path) -> Manifes
     workspace = target.parent / f".{target.name}.build-{os.getpid()}"
     try:
         workspace.mkdir()
-        manifest = _build_into(workspace, data, source, seed)
+        manifest = _build_into(workspace, data, work, seed)
         _replace(workspace / "data", target)
         return manifest
     except OSError as error:
@@ -238,28 +313,35 @@ def _build(data: DataConfig, source: Source, seed: int, target: Path) -> Manifes
         shutil.rmtree(workspace, ignore_errors=True)
 
 
-def _build_into(workspace: Path, data: DataConfig, source: Source, seed: int) -> Manifest:
-    recipe, files = _recipe(data, source, seed, [])
+def _build_into(workspace: Path, data: DataConfig, work: list[_Work], seed: int) -> Manifest:
+    recipe, files = _recipe(data, work, seed, [])
     logger.info("data: reading %d files, %.1f MB", len(files), sum(file.size for file in files) / 1e6)
-    with _progress_bars():
-        documents = load_documents(source, workspace)
-        encoder = encode.Encoder(data.tokenizer, data.world_add_endoftext_token, data.append_end_of_document)
-        encoded = encode.encode_documents(documents, encoder, workspace / "encoded.arrow", data.num_proc)
-        kept, dropped = keep_documents(data, encode.token_sizes(encoded))
-        if not len(kept):
-            raise DataError(source.named, "no documents are left", found=in_words(dropped))
-        train, validation = split_documents(len(kept), data.test_split, data.test_split_shuffle, seed)
-        stores = _save(encoded, {"train": kept[train], "test": kept[validation]}, workspace / "data")
-    if [file.identity for file in fingerprint_source(source, files)] != [file.identity for file in files]:
-        raise DataError(source.named, "changed while it was read", fix="run preload_datapath.py again")
+    encoders = [_encoder(part) for part in work]
+    encoded = [
+        _encode(part, encoder, workspace / f"encoded-{index}.arrow")
+        for index, (part, encoder) in enumerate(zip(work, encoders, strict=True))
+    ]
+    splits, dropped, described = _choose(data, work, encoded, seed)
+    writer = SplitWriter(
+        dtype=encoders[0].dtype,
+        has_mask=any(encoder.has_mask for encoder in encoders),
+        has_source=len(work) > 1,
+        prefix_skip=data.data_prefix_skip_mask,
+    )
+    stores = _save(splits, writer, workspace / "data")
+    now = _recipe(data, work, seed, files)[1]
+    if [file.identity for file in now] != [file.identity for file in files]:
+        raise DataError(work[0].source.named, "changed while it was read", fix="run preload_datapath.py again")
     manifest = Manifest(
         recipe=recipe,
         source_files=files,
         counts=_counts(stores["train"], stores.get("test")),
         dropped=dropped,
         dtype=stores["train"].dtype.name,
-        max_token_id=max(_max_id(store) for store in stores.values()),
+        max_token_id=max(file.max_token_id for file in encoded),
         files=list_files(workspace / "data"),
+        record_formats=[encoder.record_format.name for encoder in encoders],
+        sources=described,
     )
     write_manifest(workspace / "data", manifest)
     if dropped:
@@ -267,52 +349,117 @@ def _build_into(workspace: Path, data: DataConfig, source: Source, seed: int) ->
     return manifest
 
 
-@contextlib.contextmanager
-def _progress_bars() -> Iterator[None]:
-    """Show the progress bars of datasets on a terminal only."""
+def _encoder(part: _Work) -> Encoder:
+    data = part.data
+    return Encoder(
+        tokenizer=data.tokenizer,
+        world_add_endoftext_token=data.world_add_endoftext_token,
+        append_end_of_document=data.append_end_of_document,
+        record_format=_record_format(part),
+        train_on_end=data.train_on_end,
+        prefix_skip=data.data_prefix_skip_mask,
+    )
+
+
+def _record_format(part: _Work) -> RecordFormat:
+    if part.source.kind == "text":
+        return formats.TextFormat(part.data.custom_text_key or "text")
+    place, record = first_record(part.source)
+    return find_format(part.data, record, place)
+
+
+def _encode(part: _Work, encoder: Encoder, path: Path) -> EncodedFile:
+    """All documents of a source that `dataset_length` may want, as token ids."""
+    data, source = part.data, part.source
+    limit = None
+    if data.dataset_length >= 1 and (data.dataset_offset < 0 or data.dataset_offset >= 1):
+        limit = int(data.dataset_length) + max(0, int(data.dataset_offset))
+    batches = read_batches(source, encoder.record_format.columns)
+    with report_progress("tokenizing", source.num_bytes) as progress:
+        encoded = encode_records(batches, encoder, path, num_proc=data.num_proc, limit=limit, progress=progress)
+    if not encoded.num_documents:
+        raise DataError(source.named, "holds no documents", found=f"split {source.split}")
+    return encoded
+
+
+def _choose(
+    data: DataConfig, work: list[_Work], encoded: list[EncodedFile], seed: int
+) -> tuple[dict[str, list[Part]], dict[str, int], list[dict[str, Any]]]:
+    """Documents of each split, counts of the others by reason, and what is known of each source."""
+    dropped: dict[str, int] = {}
+    trains: list[np.ndarray] = []
+    parts: dict[str, list[Part]] = {"train": [], "test": []}
+    for index, (part, file) in enumerate(zip(work, encoded, strict=True)):
+        window = _window(part, file.num_documents)
+        kept, gone = keep_documents(part.data, file.sizes, file.trained, window)
+        for reason, count in gone.items():
+            dropped[reason] = dropped.get(reason, 0) + count
+        if not len(kept):
+            raise DataError(part.source.named, "no documents are left", found=in_words(gone))
+        train, test = split_documents(len(kept), part.data.test_split, part.data.test_split_shuffle, seed)
+        trains.append(kept[train])
+        parts["test"].append(_part(part, file, kept[test], index if len(work) > 1 else None))
+    tokens = [int(file.sizes[train].sum()) for file, train in zip(encoded, trains, strict=True)]
+    epochs = source_epochs([part.settings for part in work], tokens)
+    for index, (part, file, train, number) in enumerate(zip(work, encoded, trains, epochs, strict=True)):
+        for documents in document_passes(train, file.sizes, number, seed + index):
+            ordered = order_documents(data, documents, file.sizes)
+            parts["train"].append(_part(part, file, ordered, index if len(work) > 1 else None))
+    if data.reverse_train_dataset_before_save:
+        parts["train"].reverse()
+    described = [
+        {"name": part.settings.name, "epochs": number, "documents": len(train), "tokens": num}
+        for part, train, num, number in zip(work, trains, tokens, epochs, strict=True)
+    ]
+    return parts, dropped, described
+
+
+def _window(part: _Work, num: int) -> slice:
+    """Documents of the split's slice and of dataset_offset and dataset_length."""
+    window = document_window(num, part.data.dataset_offset, part.data.dataset_length)
+    if part.source.kind == "hub" or "[" not in part.source.split:
+        return window
     import datasets
 
-    hide = not sys.stderr.isatty() and datasets.are_progress_bars_disabled() is False
-    if hide:
-        datasets.disable_progress_bars()
+    name = part.source.split.split("[")[0]
     try:
-        yield
-    finally:
-        if hide:
-            datasets.enable_progress_bars()
+        instruction = datasets.ReadInstruction.from_spec(part.source.split).to_absolute({name: num})[0]
+    except (ValueError, AssertionError) as error:
+        raise ConfigError(
+            "data.source_dataset_split", f"is no valid slice ({error})", found=part.source.split
+        ) from error
+    return slice(max(window.start, instruction.from_ or 0), min(window.stop, instruction.to or num))
 
 
-def _save(encoded: Dataset, documents: dict[str, np.ndarray], folder: Path) -> dict[str, ArrowStore]:
-    """Save the chosen documents of each split, and read them back as a check."""
-    import datasets
+def _part(work: _Work, file: EncodedFile, documents: np.ndarray, source_id: int | None) -> Part:
+    data = work.data
+    is_cut = data.text_rechunk_force or (data.text_rechunk_auto and work.source.kind == "text")
+    return Part(file, documents, source_id, data.text_rechunk_size if is_cut else None)
 
-    splits = {name: numbers for name, numbers in documents.items() if len(numbers)}
-    parts = {name: encoded.select(numbers) for name, numbers in splits.items()}
-    datasets.DatasetDict(parts).save_to_disk(str(folder))
-    stores = {name: ArrowStore(folder / name) for name in splits}
-    sizes = encode.token_sizes(encoded)
-    for name, numbers in splits.items():
-        assert np.array_equal(stores[name].sizes, sizes[numbers]), f"split {name} was not saved whole"
+
+def _save(splits: dict[str, list[Part]], writer: SplitWriter, folder: Path) -> dict[str, ArrowStore]:
+    """Save each split that has documents, and read it back as a check."""
+    wanted = {name: parts for name, parts in splits.items() if any(len(part.documents) for part in parts)}
+    for name, parts in wanted.items():
+        writer.write(parts, folder / name)
+    (folder / "dataset_dict.json").write_text(json.dumps({"splits": list(wanted)}), "utf-8")
+    stores = {name: ArrowStore(folder / name) for name in wanted}
+    for name, parts in wanted.items():
+        assert stores[name].num_tokens == sum(part.num_tokens for part in parts), f"split {name} was not saved whole"
     return stores
 
 
 def _counts(train: TokenStore, validation: TokenStore | None) -> dict[str, int]:
-    counts = {
-        "train_documents": train.num_documents,
-        "train_tokens": train.num_tokens,
-        "validation_documents": validation.num_documents if validation else 0,
-        "validation_tokens": validation.num_tokens if validation else 0,
-    }
+    counts: dict[str, int] = {}
+    for name, store in (("train", train), ("validation", validation)):
+        counts[f"{name}_documents"] = store.num_documents if store else 0
+        counts[f"{name}_tokens"] = store.num_tokens if store else 0
+        counts[f"{name}_trained_tokens"] = store.num_trained_tokens if store else 0
     return {
         "documents": counts["train_documents"] + counts["validation_documents"],
         "tokens": counts["train_tokens"] + counts["validation_tokens"],
         **counts,
     }
-
-
-def _max_id(store: TokenStore) -> int:
-    step = 1 << 22
-    return max(int(store.read_flat(start, start + step).max()) for start in range(0, store.num_tokens, step))
 
 
 def _replace(folder: Path, target: Path) -> None:
@@ -338,9 +485,11 @@ def open_prepared(
         ConfigError: settings are missing or contradict each other.
         DataError: it is missing, damaged, made with other settings, or holds ids outside the vocabulary.
     """
-    prefix = find_binidx(data)
-    if prefix is not None:
-        return _open_binidx(data, prefix, seed, vocab_size)
+    flat = find_flat(data)
+    if flat is not None:
+        return _open_flat(data, flat, seed, vocab_size)
+    if data.datapack_config_path is not None:
+        data = read_datapack(data)
     if data.data_path is None:
         raise ConfigError("data", "neither data_path nor source is set", fix="set data.source, or data.data_path")
     folder = Path(data.data_path)
@@ -350,9 +499,13 @@ def open_prepared(
     if manifest is not None:
         verify_files(folder, manifest)
         _refuse_stale(data, folder, manifest, seed)
-    elif data.source is not None and not data.skip_datapath_setup:
+    elif _has_source(data) and not data.skip_datapath_setup:
         raise DataError(folder, f"is not prepared: it has no {MANIFEST_NAME}", fix="run preload_datapath.py")
     train, validation = _open_splits(folder)
+    if data.dataloader_swap_train_test_split:
+        if validation is None:
+            raise ConfigError("data.dataloader_swap_train_test_split", "there are no validation documents to train on")
+        train, validation = validation, train
     if manifest is None:
         log_once(logger, "data: %s was made by another program; its files are checked only for damage", folder)
         manifest = _manifest_of(train, validation, {})
@@ -360,17 +513,17 @@ def open_prepared(
     return train, validation, manifest
 
 
-def _open_binidx(
-    data: DataConfig, prefix: Path, seed: int, vocab_size: int | None
+def _open_flat(
+    data: DataConfig, path: Path, seed: int, vocab_size: int | None
 ) -> tuple[TokenStore, TokenStore | None, Manifest]:
-    store = BinIdx(prefix)
+    store: FlatStore = open_npy(path) if path.suffix == ".npy" else BinIdx(path)
     if vocab_size is not None:
         check_token_ids(store, vocab_size)
     # The official windows are cut from the whole stream of tokens, whatever its documents are.
     every = np.arange(store.num_documents)
     kept, dropped = (every, {}) if data.batching == "windows" else keep_documents(data, store.sizes)
     if not len(kept):
-        raise DataError(prefix, "no documents are left", found=in_words(dropped))
+        raise DataError(path, "no documents are left", found=in_words(dropped))
     train, validation = split_documents(len(kept), data.test_split, data.test_split_shuffle, seed)
     if len(train) == store.num_documents:
         return store, None, _manifest_of(store, None, dropped)
@@ -400,12 +553,12 @@ def _open_splits(folder: Path) -> tuple[ArrowStore, ArrowStore | None]:
 def _refuse_stale(data: DataConfig, folder: Path, manifest: Manifest, seed: int) -> None:
     """DataError if the folder was made with another tokenizer, or, unless skipped, from another source."""
     old = manifest.recipe
-    if data.source is None or data.skip_datapath_setup:
+    if not _has_source(data) or data.skip_datapath_setup:
         tokenizer = _tokenizer(data)
         new = {**old, "tokenizer": tokenizer.name, "tokenizer_digest": tokenizer.digest}
     else:
         try:
-            new = _recipe(data, find_source(data), seed, manifest.source_files)[0]
+            new = _recipe(*_work(data), seed, manifest.source_files)[0]
         except DataError as error:
             log_once(logger, "data: using %s without a look at its source (%s)", folder, error)
             new = {**old, **_recipe(data, None, seed, [])[0]}

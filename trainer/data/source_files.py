@@ -1,8 +1,9 @@
-"""Strict readers of single source files: every fault is named with its file and line or row.
+"""Strict readers of JSON and text files: every fault is named with its file and line.
 
-`datasets` alone counts bad lines from the start of a block, never names the file, turns numbers and null into
-text, changes texts that look like dates, and reads a damaged Arrow stream up to the damage. These readers run
-before it.
+Reading has two halves. The main process cuts a source into batches of a few megabytes, and a batch's `records`
+are parsed where they are used, in several processes. The readers of `datasets` are not used, because they
+count bad lines from the start of a block, never name the file, turn numbers and null into text, and change
+texts that look like dates.
 """
 
 from __future__ import annotations
@@ -12,24 +13,43 @@ import codecs
 import gzip
 import json
 import lzma
+import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any, Protocol
 
-from trainer.data.store import read_arrow_batches
 from trainer.errors import DataError
+from trainer.logs import get_logger, log_once
 
-if TYPE_CHECKING:
-    import pyarrow as pa
+__all__ = [
+    "JsonOptions",
+    "LineBatch",
+    "RecordBatch",
+    "SourceBatch",
+    "TextBatch",
+    "TextOptions",
+    "json_batches",
+    "text_batches",
+]
 
-__all__ = ["JsonOptions", "check_arrow", "check_parquet", "check_text", "read_json_texts"]
+logger = get_logger(__name__)
+
+
+class SourceBatch(Protocol):
+    """Some records of a source, in order. It travels to worker processes."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in the source, for progress."""
+
+    def records(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """(place, record) of each; the place names the file and its line or row. DataError at the first bad one."""
+
 
 _OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 _READ_BYTES = 1 << 22
-# datasets' text builder puts a whole file into one Arrow string with 32-bit offsets.
-_LARGEST_TEXT_BYTES = (1 << 31) - 1
 _JSON_KINDS = {
     type(None): "null",
     bool: "a boolean",
@@ -44,58 +64,26 @@ _JSON_KINDS = {
 class JsonOptions:
     """How to read JSON files."""
 
-    text_key: str
-    """Key of the text in each object."""
     encoding: str = "utf-8"
     """Encoding of the files."""
     field: str | None = None
     """Key of the one object in a file under which the list of objects is; None: JSON lines or one array."""
 
 
-def check_text(file: Path, encoding: str = "utf-8", errors: str = "strict") -> bool:
-    """Make sure that a text file decodes; true if it holds carriage returns, which reading turns into newlines.
-
-    Raises:
-        DataError: names the file, line and byte of the first fault, or says that the file is too large.
-    """
-    if file.stat().st_size > _LARGEST_TEXT_BYTES:
-        raise DataError(file, "is too large", rule="at most 2 GiB per text file", fix="use JSON lines or parquet")
-    decoder = _decoder(encoding, errors)
-    has_returns, line = False, 1
-    with file.open("rb") as stream:
-        while True:
-            block = stream.read(_READ_BYTES)
-            try:
-                decoder.decode(block, final=not block)
-            except UnicodeDecodeError as error:
-                line += error.object.count(b"\n", 0, error.start)
-                raise _not_decodable(file, f"line {line}", encoding, error) from None
-            if not block:
-                return has_returns
-            line += block.count(b"\n")
-            has_returns = has_returns or b"\r" in block
-
-
-def _decoder(encoding: str, errors: str) -> codecs.IncrementalDecoder:
-    try:
-        return codecs.getincrementaldecoder(encoding)(errors)
-    except LookupError:
-        raise DataError("data.source_dataset_params.encoding", "is unknown", found=encoding) from None
-
-
 def _not_decodable(file: Path, place: str, encoding: str, error: UnicodeDecodeError) -> DataError:
     return DataError(
         file,
-        f"{place} is not valid {encoding}",
+        f"{place} is not valid {encoding.removesuffix('-sig')}",
         found=f"byte 0x{error.object[error.start]:02x}",
         fix=f"convert the file to utf-8 (error: {error.reason})",
     )
 
 
-def read_json_texts(file: Path, options: JsonOptions) -> Iterator[str]:
-    """Texts of a JSON file: one object per line, one array of objects, or the list under `options.field`.
+def json_batches(file: Path, options: JsonOptions) -> Iterator[LineBatch | RecordBatch]:
+    """Batches of a JSON file: one object per line, one array of objects, or the list under `options.field`.
 
-    Blank lines are dropped, a byte order mark is no text, and .gz, .bz2 and .xz are unpacked.
+    Lines are only cut here, and parsed by whoever asks for the records. Blank lines are dropped, a byte order
+    mark is no text, and .gz, .bz2 and .xz are unpacked.
 
     Raises:
         DataError: names the file, line (or entry) and what is wrong there.
@@ -103,33 +91,81 @@ def read_json_texts(file: Path, options: JsonOptions) -> Iterator[str]:
     try:
         with _OPENERS.get(file.suffix, open)(file, "rb") as stream:
             if options.field is not None:
-                yield from _texts_of_list(file, _list_under(file, stream, options), options.text_key)
+                yield _list_of_records(file, _list_under(file, stream, options))
                 return
-            for place, record in _json_lines(file, stream, options):
-                yield _text_of(file, place, record, options.text_key)
+            first = stream.readline().removeprefix(codecs.BOM_UTF8)
+            content = first.strip()
+            if content.startswith(b"[") and not _is_json(content):
+                text = _decode(file, "the array", first + stream.read(), options.encoding)
+                yield _list_of_records(file, _parse(file, "the array", text, cut_off=False))
+                return
+            line, block = 1, first + stream.read(max(0, _READ_BYTES - len(first)))
+            while block:
+                block += stream.readline() if not block.endswith(b"\n") else b""
+                yield LineBatch(file, line, block, options.encoding)
+                line += block.count(b"\n")
+                block = stream.read(_READ_BYTES)
     except (EOFError, OSError, lzma.LZMAError, zlib.error) as error:
         raise DataError(file, f"cannot be read or unpacked ({error})") from error
 
 
-def _json_lines(file: Path, stream: IO[bytes], options: JsonOptions) -> Iterator[tuple[str, Any]]:
-    for number, raw in enumerate(stream, 1):
-        if number == 1:
-            raw = raw.removeprefix(codecs.BOM_UTF8)
-        content = raw.strip()
-        if not content:
-            continue
-        if number == 1 and content.startswith(b"[") and not _is_json(content):
-            rest = raw + stream.read()
-            records = _parse(file, "the array", _decode(file, "the array", rest, options.encoding), cut_off=False)
-            yield from ((f"entry {index}", record) for index, record in enumerate(records, 1))
-            return
-        place = f"line {number}"
-        cut_off = not raw.endswith(b"\n")
-        record = _parse(file, place, _decode(file, place, content, options.encoding), cut_off=cut_off)
-        if number == 1 and isinstance(record, list) and record and isinstance(record[0], dict):
-            yield from ((f"line 1 entry {index}", entry) for index, entry in enumerate(record, 1))
-        else:
-            yield place, record
+@dataclass(frozen=True)
+class LineBatch:
+    """Whole lines of a JSON file, not parsed yet."""
+
+    file: Path
+    first_line: int
+    """Counted from 1."""
+    content: bytes
+    encoding: str = "utf-8"
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in the source, for progress."""
+        return len(self.content)
+
+    def records(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """(place, record) of each line that is not blank. DataError names the first that is no object."""
+        lines = self.content.split(b"\n")
+        for number, raw in enumerate(lines, self.first_line):
+            content = raw.strip()
+            if not content:
+                continue
+            place = f"line {number}"
+            # The last piece ends without a newline, so the file may end inside it.
+            cut_off = number == self.first_line + len(lines) - 1
+            record = _parse(self.file, place, _decode(self.file, place, content, self.encoding), cut_off=cut_off)
+            if number == 1 and isinstance(record, list) and record and isinstance(record[0], dict):
+                yield from _list_of_records(self.file, record, "line 1 ").records()
+            else:
+                yield f"{self.file}: {place}", _object(self.file, place, record)
+
+
+@dataclass(frozen=True)
+class RecordBatch:
+    """Records that are parsed already."""
+
+    entries: list[tuple[str, dict[str, Any]]]
+    """(place, record)."""
+    num_bytes: int = 0
+
+    def records(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """(place, record) of each."""
+        return iter(self.entries)
+
+
+def _list_of_records(file: Path, records: Any, before: str = "") -> RecordBatch:
+    if not isinstance(records, list):
+        raise DataError(file, "does not hold a list of objects", found=_kind(records))
+    places = ((f"{before}entry {index}", record) for index, record in enumerate(records, 1))
+    entries = [(f"{file}: {place}", _object(file, place, record)) for place, record in places]
+    return RecordBatch(entries, file.stat().st_size)
+
+
+def _object(file: Path, place: str, record: object) -> dict[str, Any]:
+    if not isinstance(record, dict):
+        raise DataError(file, f"{place} is {_kind(record)}", rule='an object such as {"text": "..."}')
+    return record
 
 
 def _is_json(content: bytes) -> bool:
@@ -173,111 +209,85 @@ def _list_under(file: Path, stream: IO[bytes], options: JsonOptions) -> Any:
     return whole[options.field]
 
 
-def _texts_of_list(file: Path, records: Any, text_key: str) -> Iterator[str]:
-    if not isinstance(records, list):
-        raise DataError(file, "does not hold a list of objects", found=_kind(records))
-    for index, record in enumerate(records, 1):
-        yield _text_of(file, f"entry {index}", record, text_key)
-
-
 def _kind(value: object) -> str:
     return _JSON_KINDS.get(type(value), "a text")
 
 
-def _text_of(file: Path, place: str, record: object, text_key: str) -> str:
-    if not isinstance(record, dict):
-        raise DataError(file, f"{place} is {_kind(record)}", rule=f'an object such as {{"{text_key}": "..."}}')
-    if text_key not in record:
-        raise _no_column(file, place, text_key, list(record))
-    text = record[text_key]
-    if not isinstance(text, str):
-        raise DataError(
-            file,
-            f"{place}: {text_key} is {_kind(text)}",
-            found=json.dumps(text)[:60],
-            rule="a text",
-            fix="drop the row",
-        )
+def text_batches(files: Sequence[Path], options: TextOptions) -> Iterator[TextBatch]:
+    """Text files, small ones together."""
+    group: list[Path] = []
+    size = 0
+    for file in files:
+        size += file.stat().st_size
+        group.append(file)
+        if size >= _READ_BYTES:
+            yield TextBatch(tuple(group), options, size)
+            group, size = [], 0
+    if group:
+        yield TextBatch(tuple(group), options, size)
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """How to read text files."""
+
+    text_key: str = "text"
+    """Key of the text in each record."""
+    sample_by: str = "document"
+    """document (a record is a file), paragraph (up to a blank line) or line."""
+    # This encoding drops a byte order mark, which is no part of the text.
+    encoding: str = "utf-8-sig"
+    encoding_errors: str | None = None
+    keep_linebreaks: bool = False
+    """sample_by line: lines end with their newline."""
+
+
+@dataclass(frozen=True)
+class TextBatch:
+    """Whole text files, not read yet."""
+
+    files: tuple[Path, ...]
+    options: TextOptions
+    num_bytes: int
+
+    def records(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """(place, record) of each document. DataError names the line and byte that cannot be decoded."""
+        key, sample_by = self.options.text_key, self.options.sample_by
+        for file in self.files:
+            text = _read_text(file, self.options)
+            if sample_by == "document":
+                yield str(file), {key: text}
+                continue
+            line = 1
+            for part in _parts_of(text, sample_by):
+                kept = part if self.options.keep_linebreaks and sample_by == "line" else part.rstrip("\n")
+                if kept or sample_by == "line":
+                    yield f"{file}: line {line}", {key: kept}
+                line += part.count("\n")
+
+
+def _parts_of(text: str, sample_by: str) -> Iterator[str]:
+    border = re.compile("\n" if sample_by == "line" else "\n\n+")
+    start = 0
+    for match in border.finditer(text):
+        yield text[start : match.end()]
+        start = match.end()
+    if start < len(text):
+        yield text[start:]
+
+
+def _read_text(file: Path, options: TextOptions) -> str:
     try:
-        text.encode()
-    # json accepts escapes such as \ud83d alone, which are no characters.
-    except UnicodeEncodeError:
-        raise DataError(
-            file, f"{place}: {text_key} holds a lone surrogate", rule="valid Unicode", fix="repair or drop the row"
-        ) from None
+        content = file.read_bytes()
+        text = content.decode(options.encoding, options.encoding_errors or "strict")
+    except UnicodeDecodeError as error:
+        line = 1 + content.count(b"\n", 0, error.start)
+        raise _not_decodable(file, f"line {line}, byte {error.start},", options.encoding, error) from None
+    except LookupError:
+        raise DataError("data.source_dataset_params.encoding", "is unknown", found=options.encoding) from None
+    except OSError as error:
+        raise DataError(file, f"cannot be read ({error.strerror})") from error
+    if "\r" in text:
+        log_once(logger, "source: carriage returns are read as newlines (first in %s)", file)
+        text = text.replace("\r\n", "\n").replace("\r", "\n")
     return text
-
-
-def _no_column(file: Path, place: str, text_key: str, found: list[str]) -> DataError:
-    where = f"{place} has" if place else "has"
-    return DataError(
-        file,
-        f"{where} no column {text_key}",
-        found=", ".join(found) or "no columns",
-        fix="set data.custom_text_key to the column that holds the text",
-    )
-
-
-def check_parquet(file: Path, text_key: str) -> int:
-    """Read the whole text column of a parquet file once; its number of rows.
-
-    Raises:
-        DataError: the file is damaged, lacks the column, or has a row without text.
-    """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    size = file.stat().st_size
-    if size == 0:
-        raise DataError(file, "is empty", found="0 bytes", rule="a parquet file")
-    rows = 0
-    try:
-        with pq.ParquetFile(file, page_checksum_verification=True) as reader:
-            names = reader.schema_arrow.names
-            if text_key not in names:
-                raise _no_column(file, "", text_key, names)
-            for batch in reader.iter_batches(batch_size=1024, columns=[text_key]):
-                _check_text_column(file, batch, text_key, rows)
-                rows += batch.num_rows
-            expected = reader.metadata.num_rows
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(file, f"is damaged or no parquet file ({error})", found=f"{size} bytes") from error
-    if rows != expected:
-        raise DataError(file, "is damaged", found=f"{rows} rows", rule=f"{expected} rows, as its footer says")
-    return rows
-
-
-def check_arrow(file: Path, text_key: str) -> int:
-    """Read the text column of an Arrow stream file once; its number of rows.
-
-    Raises:
-        DataError: the file is damaged, lacks the column, or has a row without text.
-    """
-    rows = 0
-    for batch in read_arrow_batches(file):
-        if text_key not in batch.schema.names:
-            raise _no_column(file, "", text_key, batch.schema.names)
-        _check_text_column(file, batch, text_key, rows)
-        rows += batch.num_rows
-    return rows
-
-
-def _check_text_column(file: Path, batch: pa.RecordBatch, text_key: str, first_row: int) -> None:
-    import pyarrow as pa
-
-    column = batch.column(text_key)
-    value_type = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
-    is_text = (
-        pa.types.is_string(value_type) or pa.types.is_large_string(value_type) or pa.types.is_string_view(value_type)
-    )
-    if not is_text:
-        raise DataError(
-            file,
-            f"column {text_key} does not hold text",
-            found=str(column.type),
-            fix="set data.custom_text_key to the column that holds the text",
-        )
-    if column.null_count:
-        row = first_row + column.is_null().to_pylist().index(True) + 1
-        raise DataError(file, f"row {row}: {text_key} is null", fix="drop the row")
-    column.validate(full=True)

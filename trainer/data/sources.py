@@ -1,23 +1,23 @@
-"""Documents as text, from local files: `find_source` says which files, `load_documents` reads them.
+"""From `data.source` to records: `find_source` says which files, `read_batches` reads them.
 
-Text, parquet and Arrow files go through `datasets.load_dataset` after a check of every file. JSON is parsed
-here and handed over as Arrow, because the JSON reader of `datasets` changes texts that look like dates.
+To add a kind of file, name its endings in `_SUFFIXES`, its arguments in `_PARAMS`, and its reader in `_READERS`.
 """
 
 from __future__ import annotations
 
 import glob
 import os
-from collections import Counter
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.data.binidx import binidx_prefix
-from trainer.data.source_files import JsonOptions, check_arrow, check_parquet, check_text, read_json_texts
+from trainer.data.source_files import JsonOptions, SourceBatch, TextOptions, json_batches, text_batches
 from trainer.data.store import saved_files
-from trainer.errors import ConfigError, DataError, StorageError
+from trainer.data.table_files import arrow_batches, csv_batches, pandas_batches, parquet_batches, table_batches
+from trainer.errors import ConfigError, DataError
 from trainer.logs import get_logger
 
 if TYPE_CHECKING:
@@ -25,26 +25,33 @@ if TYPE_CHECKING:
 
     from trainer.config.schema import DataConfig
 
-__all__ = ["VERSION", "Source", "find_binidx", "find_source", "load_documents"]
+__all__ = ["VERSION", "Source", "find_flat", "find_source", "first_record", "read_batches"]
 
-VERSION = 1
-"""Raise it when the documents of any source change; prepared data sets are then rebuilt."""
+VERSION = 2
+"""Raise it when the records of any source change; prepared data sets are then rebuilt."""
 
 _SUFFIXES = {
     "text": (".txt", ".text", ".md", ".rst"),
     "json": (".json", ".jsonl", ".ndjson", ".json.gz", ".jsonl.gz", ".jsonl.bz2", ".jsonl.xz"),
+    "csv": (".csv", ".tsv"),
     "parquet": (".parquet",),
     "arrow": (".arrow",),
+    "pandas": (".pkl", ".pickle", ".pandas"),
 }
 _BUILDERS = tuple(_SUFFIXES)
+_ALIASES = {"jsonl": "json", "tsv": "csv"}
 _PARAMS = {
     "text": {"sample_by", "encoding", "encoding_errors", "keep_linebreaks"},
     "json": {"field", "encoding"},
+    "csv": {"delimiter", "sep", "quotechar", "encoding", "column_names"},
     "parquet": {"filters", "batch_size"},
     "arrow": set(),
+    "pandas": set(),
     "saved": set(),
 }
-_STAGE_CHARS, _STAGE_ROWS = 1 << 23, 4096
+_HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
+_FLAT_SUFFIXES = (".bin", ".idx", ".npy")
+_KINDS = "text, json, csv, parquet, arrow or pandas"
 
 logger = get_logger(__name__)
 
@@ -54,12 +61,13 @@ class Source:
     """The files that documents come from."""
 
     kind: str
-    """text, json, parquet, arrow or saved (a folder of datasets' save_to_disk)."""
+    """text, json, csv, parquet, arrow, pandas, saved (a folder of datasets' save_to_disk) or hub."""
     files: tuple[Path, ...]
     """Every file whose content matters, in reading order."""
     root: Path
     """Folder of a saved data set, else the nearest folder that holds all files."""
-    text_key: str = "text"
+    hub_name: str | None = None
+    """Name of a data set of the Hugging Face Hub."""
     split: str = "train"
     params: dict[str, Any] = field(default_factory=dict)
     """Arguments of datasets.load_dataset, without data_files."""
@@ -67,28 +75,43 @@ class Source:
     @property
     def named(self) -> str:
         """The first files, for messages."""
+        if self.hub_name:
+            return f"{self.hub_name} (split {self.split})"
         shown = ", ".join(str(file) for file in self.files[:3])
         return shown if len(self.files) <= 3 else f"{shown} and {len(self.files) - 3} more"
 
+    @property
+    def num_bytes(self) -> int | None:
+        """Bytes that reading it will count; None if that is not known, as for packed and columnar files."""
+        if self.kind not in ("text", "json", "csv", "pandas") or any(_is_packed(file) for file in self.files):
+            return None
+        return sum(file.stat().st_size for file in self.files)
 
-def find_binidx(data: DataConfig) -> Path | None:
-    """Prefix of the .bin/.idx pair that the settings name, or None if they name something else.
+
+def _is_packed(file: Path) -> bool:
+    return file.suffix in (".gz", ".bz2", ".xz")
+
+
+def find_flat(data: DataConfig) -> Path | None:
+    """The .npy file, or the prefix of the .bin/.idx pair, that the settings name; None if they name something else.
 
     Raises:
-        ConfigError: `source: binidx` without the companion that says where, or with arguments of datasets.
+        ConfigError: `source: binidx` or `npy` without the companion that says where, or with arguments of datasets.
     """
-    if data.source == "binidx":
+    if data.source in ("binidx", "npy"):
         if data.source_data_dir is None:
-            raise ConfigError("data.source_data_dir", "is not set", fix="give the prefix of PREFIX.bin and PREFIX.idx")
+            what = "the prefix of PREFIX.bin and PREFIX.idx" if data.source == "binidx" else "the .npy file"
+            raise ConfigError("data.source_data_dir", "is not set", fix=f"give {what}")
         if data.source_dataset_params:
-            raise ConfigError("data.source_dataset_params", "has no meaning for binidx", fix="leave it out")
-        return binidx_prefix(Path(data.source_data_dir).expanduser())
+            raise ConfigError("data.source_dataset_params", f"has no meaning for {data.source}", fix="leave it out")
+        path = Path(data.source_data_dir).expanduser()
+        return path if data.source == "npy" else binidx_prefix(path)
     as_it_is = data.source is None or (data.skip_datapath_setup and data.data_path is not None)
     name = data.data_path if as_it_is else data.source
     if name is None or name in _BUILDERS:
         return None
     path = Path(name).expanduser()
-    if path.suffix in (".bin", ".idx"):
+    if path.suffix in _FLAT_SUFFIXES:
         return binidx_prefix(path)
     has_pair = any(path.with_name(path.name + suffix).exists() for suffix in (".bin", ".idx"))
     return path if has_pair and not path.exists() else None
@@ -103,19 +126,28 @@ def find_source(data: DataConfig) -> Source:
     """
     assert data.source is not None
     params = dict(data.source_dataset_params or {})
-    if data.source in _BUILDERS:
-        return _source(data, data.source, _builder_files(data, data.source, params), params)
+    kind = _ALIASES.get(data.source, data.source)
+    if kind in _BUILDERS:
+        return _source(data, kind, _builder_files(data, kind, params), params)
     path = Path(data.source).expanduser()
     if path.is_dir():
         return _folder(data, path, params)
     if path.is_file():
         return _source(data, _kind_of(path), [path], params)
+    if glob.has_magic(data.source):
+        files = _match(Path(), data.source, data.data_path)
+        return _source(data, _kind_of(files[0]), files, params)
+    if _HUB_NAME.fullmatch(data.source) and not data.source.endswith(sum(_SUFFIXES.values(), ())):
+        if data.source_data_dir is not None:
+            params["data_dir"] = data.source_data_dir
+        return Source(
+            kind="hub", files=(), root=Path(), hub_name=data.source, split=data.source_dataset_split, params=params
+        )
     raise DataError(
         "data.source",
-        "is no such file, folder or .bin/.idx prefix",
+        "is no such file, folder, pattern or .bin/.idx prefix",
         found=data.source,
-        rule="text, json, parquet, binidx, or a local path",
-        fix="save a data set of the Hub once with datasets' save_to_disk and give its folder",
+        rule=f"{_KINDS}, binidx, npy, a local path, or the name of a data set of the Hub",
     )
 
 
@@ -133,7 +165,6 @@ def _source(data: DataConfig, kind: str, files: list[Path], params: dict[str, An
         kind=kind,
         files=tuple(files),
         root=Path(os.path.commonpath([file.resolve().parent for file in files])),
-        text_key=data.custom_text_key or "text",
         split=data.source_dataset_split,
         params=params,
     )
@@ -146,7 +177,7 @@ def _kind_of(path: Path) -> str:
     known = ", ".join(suffix for suffixes in _SUFFIXES.values() for suffix in suffixes)
     raise ConfigError(
         "data.source", "has an unknown ending", found=str(path), rule=f"one of {known}",
-        fix="set data.source to text, json or parquet and source_data_dir to the file",
+        fix=f"set data.source to {_KINDS}, and source_data_dir to the file",
     )  # fmt: skip
 
 
@@ -165,7 +196,7 @@ def _folder(data: DataConfig, path: Path, params: dict[str, Any]) -> Source:
         found = ", ".join(f"{counts[kind]} {kind} files" for kind in kinds) or "none"
         raise ConfigError(
             "data.source", f"{path} does not hold files of one known kind", found=found,
-            fix="set data.source to text, json or parquet and source_data_dir to the folder",
+            fix=f"set data.source to {_KINDS}, and source_data_dir to the folder",
         )  # fmt: skip
     return _source(data, kinds[0], _files_below(path, kinds[0], data.data_path), params)
 
@@ -218,138 +249,78 @@ def _match(root: Path, pattern: str, data_path: str | None) -> list[Path]:
     return found
 
 
-def load_documents(source: Source, workspace: Path) -> Dataset:
-    """All documents of `source`, in order, as a data set with the one column `source.text_key`.
+def first_record(source: Source) -> tuple[str, dict[str, Any]]:
+    """The first record, from which the format is told, and its place.
+
+    Raises:
+        DataError: there is none, or it cannot be read.
+    """
+    for batch in read_batches(source, None):
+        for place, record in batch.records():
+            return place, record
+    raise DataError(source.named, "holds no documents")
+
+
+def read_batches(source: Source, columns: Sequence[str] | None) -> Iterator[SourceBatch]:
+    """All records of `source`, in order, a few megabytes at a time.
 
     Args:
         source: from `find_source`.
-        workspace: empty folder for temporary files, which the result maps into memory.
+        columns: those that are wanted, where reading fewer is cheaper; None = all.
 
     Raises:
-        DataError: names the file, and the line or row, that cannot be used.
-        StorageError: the disk is full.
+        DataError: names the file, and the line or row, that cannot be used. Batches may raise it later, too.
     """
-    rows: int | None
-    if source.kind == "saved":
-        documents, rows = _load_saved(source), _check_rows(source, check_arrow)
+    if source.kind == "text":
+        yield from text_batches(source.files, TextOptions(**source.params))
+    elif source.kind == "hub":
+        yield from table_batches(source.named, _hub_rows(source), columns)
     else:
-        builder, files, rows, params = _checked(source, workspace)
-        if rows == 0:
-            raise DataError(source.named, "holds no documents")
-        documents = _load(source, builder, files, workspace / "cache", params)
-    is_whole = "[" not in source.split and "filters" not in source.params and rows is not None
-    if is_whole and len(documents) != rows:
-        raise DataError(source.named, "was not read whole", found=f"{len(documents)} rows", rule=f"{rows} rows")
-    if len(documents) == 0:
-        raise DataError(source.named, "holds no documents", found=f"split {source.split}")
-    return documents
+        for file in source.files:
+            is_empty = True
+            for batch in _READERS[source.kind](file, columns, source.params):
+                is_empty = False
+                yield batch
+            if is_empty:
+                logger.warning("%s holds no documents", file)
 
 
-def _checked(source: Source, workspace: Path) -> tuple[str, list[Path], int | None, dict[str, Any]]:
-    """Builder, files, number of rows and arguments for load_dataset, once every file has passed its check."""
-    if source.kind == "json":
-        staged = workspace / "documents.arrow"
-        return "arrow", [staged], _stage_json(source, staged), {}
-    if source.kind == "parquet":
-        num_rows = _check_rows(source, check_parquet)
-        return "parquet", list(source.files), num_rows, {**source.params, "columns": [source.text_key]}
-    if source.kind == "arrow":
-        return "arrow", list(source.files), _check_rows(source, check_arrow), {}
-    # The default encoding drops a byte order mark, which is no part of the text.
-    params = {"sample_by": "document", "encoding": "utf-8-sig", **source.params}
-    encoding, errors = params["encoding"], params.get("encoding_errors") or "strict"
-    with_returns = sum(check_text(file, encoding.removesuffix("-sig"), errors) for file in source.files)
-    if with_returns:
-        logger.info("source: carriage returns of %d files are read as newlines", with_returns)
-    rows = len(source.files) if params["sample_by"] == "document" else None
-    return "text", list(source.files), rows, params
+_READERS: dict[str, Callable[[Path, Sequence[str] | None, dict[str, Any]], Iterator[SourceBatch]]] = {
+    "json": lambda file, _, params: json_batches(file, JsonOptions(**params)),
+    "csv": lambda file, _, params: csv_batches(file, params),
+    "parquet": parquet_batches,
+    "arrow": lambda file, columns, _: arrow_batches(file, columns),
+    "saved": lambda file, columns, _: arrow_batches(file, columns),
+    "pandas": lambda file, *_: pandas_batches(file),
+}
 
 
-def _check_rows(source: Source, check: Callable[[Path, str], int]) -> int:
-    counts = Counter({file: check(file, source.text_key) for file in source.files})
-    for file in (file for file, rows in counts.items() if rows == 0):
-        logger.warning("%s holds no documents", file)
-    return counts.total()
+def _load_hub(source: Source) -> Dataset:
+    """A data set of the Hub through `datasets.load_dataset`: from its cache where that has it.
 
-
-def _stage_json(source: Source, staged: Path) -> int:
-    """Write the texts of all JSON files to one Arrow stream file; returns their number."""
-    import pyarrow as pa
-
-    options = JsonOptions(source.text_key, **source.params)
-    schema = pa.schema([(source.text_key, pa.large_string())])
-    rows = 0
-    try:
-        with pa.OSFile(str(staged), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
-            for texts in _batches(_json_texts(source, options)):
-                writer.write_batch(pa.record_batch([pa.array(texts, pa.large_string())], schema=schema))
-                rows += len(texts)
-    except (OSError, pa.ArrowException) as error:
-        raise StorageError(staged, f"cannot be written ({error})") from error
-    return rows
-
-
-def _json_texts(source: Source, options: JsonOptions) -> Iterator[str]:
-    for file in source.files:
-        rows = 0
-        for text in read_json_texts(file, options):
-            rows += 1
-            yield text
-        if rows == 0:
-            logger.warning("%s holds no documents", file)
-
-
-def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    chars = 0
-    for text in texts:
-        batch.append(text)
-        chars += len(text)
-        if chars >= _STAGE_CHARS or len(batch) >= _STAGE_ROWS:
-            yield batch
-            batch, chars = [], 0
-    if batch:
-        yield batch
-
-
-def _load(source: Source, builder: str, files: list[Path], cache: Path, params: dict[str, Any]) -> Dataset:
+    Raises:
+        DataError: it does not exist, cannot be reached, or has no such split.
+    """
     import datasets
 
-    split = source.split.split("[")[0]
-    if builder == "text":
-        params = {**params, "features": datasets.Features({source.text_key: datasets.Value("large_string")})}
+    assert source.hub_name is not None
     try:
-        documents = datasets.load_dataset(
-            builder,
-            data_files={split: [glob.escape(str(file.resolve())) for file in files]},
-            split=source.split,
-            cache_dir=str(cache),
-            **params,
-        )
+        loaded = datasets.load_dataset(source.hub_name, split=source.split, **source.params)
     # datasets raises many unrelated types, several of them bare.
     except Exception as error:
-        cause = _root_cause(error)
-        if isinstance(cause, OSError) and cause.errno is not None:
-            raise StorageError(cause.filename or cache, f"cannot be used ({cause.strerror})") from error
-        raise DataError(source.named, f"cannot be loaded ({type(cause).__name__}: {cause})") from error
-    return documents.select_columns([source.text_key])
-
-
-def _load_saved(source: Source) -> Dataset:
-    import datasets
-
-    documents = datasets.load_from_disk(str(source.root))
-    if source.text_key not in documents.column_names:
+        cause = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
         raise DataError(
-            source.root,
-            f"has no column {source.text_key}",
-            found=", ".join(documents.column_names),
-            fix="set data.custom_text_key; a data set that is tokenized already is given as data_path without source",
-        )
-    return documents.select_columns([source.text_key])
+            "data.source",
+            f"{source.hub_name} is no local path, and the Hub's data set of that name cannot be loaded "
+            f"({type(cause).__name__}: {cause})",
+            fix="check the name, the split and the network; or save it elsewhere with datasets' save_to_disk and give "
+            "that folder",
+        ) from error
+    return loaded
 
 
-def _root_cause(error: BaseException) -> BaseException:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
+def _hub_rows(source: Source) -> Iterator[Any]:
+    loaded = _load_hub(source).with_format("arrow")
+    yield from loaded.iter(batch_size=1024)

@@ -54,6 +54,10 @@ class TokenStore(Protocol):
     """Type of the ids that `read` returns."""
 
     @property
+    def num_trained_tokens(self) -> int:
+        """Tokens that are trained as targets."""
+
+    @property
     def digest(self) -> str:
         """Of all sizes and ids (of spread samples of the ids above 2**25 tokens), whatever the file format."""
 
@@ -107,6 +111,26 @@ class FlatStore:
         np.cumsum(self.sizes, out=self._document_starts[1:])
         self.num_tokens = int(self._document_starts[-1])
         assert self.num_tokens == self._segment_starts[-1]
+
+    @functools.cached_property
+    def num_trained_tokens(self) -> int:
+        """Tokens that are trained as targets; the first of a document never is, for it follows nothing."""
+        if self._masks is None:
+            return self.num_tokens - int((self.sizes > 0).sum())
+        starts = self._document_starts[:-1][self.sizes > 0]
+        firsts = self._slice_at(self._masks, starts)
+        return sum(int(np.count_nonzero(mask)) for mask in self._masks) - int(np.count_nonzero(firsts))
+
+    def _slice_at(self, segments: list[np.ndarray], places: np.ndarray) -> np.ndarray:
+        """Values at ascending places of the stream."""
+        borders = np.searchsorted(places, self._segment_starts)
+        parts = [
+            segment[places[start:stop] - base]
+            for segment, base, start, stop in zip(
+                segments, self._segment_starts[:-1], borders[:-1], borders[1:], strict=True
+            )
+        ]
+        return np.concatenate([np.empty(0, np.uint8), *parts])
 
     @functools.cached_property
     def digest(self) -> str:
@@ -167,6 +191,14 @@ class SubsetStore:
         self._document_starts = np.zeros(len(self.sizes) + 1, np.int64)
         np.cumsum(self.sizes, out=self._document_starts[1:])
         self.num_tokens = int(self._document_starts[-1])
+
+    @functools.cached_property
+    def num_trained_tokens(self) -> int:
+        """Tokens that are trained as targets."""
+        masks = (self.loss_mask(document, 1, int(size)) for document, size in enumerate(self.sizes.tolist()))
+        if self.num_documents and self.loss_mask(0, 0, 1) is None:
+            return self.num_tokens - int((self.sizes > 0).sum())
+        return sum(int(np.count_nonzero(mask)) for mask in masks)
 
     @functools.cached_property
     def digest(self) -> str:
