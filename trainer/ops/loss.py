@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trainer.ops.step_kernels import cross_entropy_rows, has_cross_entropy_kernel
+
 __all__ = ["linear_cross_entropy", "linear_cross_entropy_reference"]
 
 
@@ -33,7 +35,10 @@ def linear_cross_entropy_reference(
 def _slice_loss(
     logits_RV: Tensor, target_R: Tensor, weight_R: Tensor, l2wrap: float, with_gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """Summed loss of some rows (a scalar), and the gradient of the logits in their dtype."""
+    """Summed loss of some rows (a scalar), and the gradient of the logits in their dtype; may overwrite the logits."""
+    if has_cross_entropy_kernel(logits_RV):
+        losses_R = cross_entropy_rows(logits_RV, target_R, weight_R, l2wrap, with_gradient)
+        return losses_R.sum(), logits_RV
     wide = logits_RV.to(weight_R.dtype)
     largest_R, position_R = wide.max(1, keepdim=True)
     log_sum_R = torch.logsumexp(wide, 1, keepdim=True)
@@ -54,13 +59,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any,
         hidden_RC: Tensor, head_VC: Tensor, target_R: Tensor, weight_R: Tensor, l2wrap: float, slice_rows: int,
+        total_VC: Tensor | None, with_gradient: bool,
     ) -> Tensor:  # fmt: skip
         wide = torch.float64 if hidden_RC.dtype == torch.float64 else torch.float32
         weight_R = weight_R.to(wide)
-        need_hidden, need_head = ctx.needs_input_grad[:2]
+        need_hidden, need_head = (with_gradient and needed for needed in ctx.needs_input_grad[:2])
         loss = torch.zeros((), dtype=wide, device=hidden_RC.device)
         d_hidden = torch.empty_like(hidden_RC) if need_hidden else None
-        d_head = torch.zeros(head_VC.shape, dtype=wide, device=head_VC.device) if need_head else None
+        d_head = total_VC if need_head else None
+        if need_head and d_head is None:
+            d_head = torch.zeros(head_VC.shape, dtype=wide, device=head_VC.device)
         for start in range(0, hidden_RC.shape[0], slice_rows):
             rows = slice(start, start + slice_rows)
             hidden = hidden_RC[rows]
@@ -71,7 +79,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 torch.mm(d_logits, head_VC, out=d_hidden[rows])
             if d_head is not None:
                 _add_outer(d_head, d_logits, hidden)
-        ctx.save_for_backward(d_hidden, None if d_head is None else d_head.to(head_VC.dtype))
+        returned = d_head is not None and d_head is not total_VC
+        ctx.save_for_backward(d_hidden, d_head.to(head_VC.dtype) if returned and d_head is not None else None)
         return loss
 
     @staticmethod
@@ -79,7 +88,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         d_hidden, d_head = ctx.saved_tensors
         d_hidden = None if d_hidden is None else d_hidden * upstream.to(d_hidden.dtype)
         d_head = None if d_head is None else d_head * upstream.to(d_head.dtype)
-        return d_hidden, d_head, None, None, None, None
+        return d_hidden, d_head, None, None, None, None, None, None
 
 
 def _add_outer(total_VC: Tensor, d_logits_RV: Tensor, hidden_RC: Tensor) -> None:
@@ -87,13 +96,22 @@ def _add_outer(total_VC: Tensor, d_logits_RV: Tensor, hidden_RC: Tensor) -> None
     if d_logits_RV.dtype == total_VC.dtype:
         total_VC.addmm_(d_logits_RV.mT, hidden_RC)
     elif d_logits_RV.is_cuda:
-        total_VC += torch.mm(d_logits_RV.mT, hidden_RC, out_dtype=total_VC.dtype)
+        if hasattr(torch.ops.aten.addmm, "dtype_out"):
+            torch.addmm(total_VC, d_logits_RV.mT, hidden_RC, out_dtype=total_VC.dtype, out=total_VC)
+        else:  # PyTorch before 2.8 rounds each slice's product.
+            total_VC += torch.mm(d_logits_RV.mT, hidden_RC)
     else:
         total_VC.addmm_(d_logits_RV.mT.to(total_VC.dtype), hidden_RC.to(total_VC.dtype))
 
 
 def linear_cross_entropy(
-    hidden_RC: Tensor, head_VC: Tensor, target_R: Tensor, weight_R: Tensor, l2wrap: float = 1e-4, slice_rows: int = 4096
+    hidden_RC: Tensor,
+    head_VC: Tensor,
+    target_R: Tensor,
+    weight_R: Tensor,
+    l2wrap: float = 1e-4,
+    slice_rows: int = 4096,
+    head_total_VC: Tensor | None = None,
 ) -> Tensor:
     """Weighted sum of cross-entropies of `hidden @ head^T`, with L2Wrap in the gradient only.
 
@@ -104,8 +122,12 @@ def linear_cross_entropy(
         weight_R: float [R], weight of each row divided by the normaliser of the whole optimizer step.
         l2wrap: strength of the penalty on the largest logit; 0 = off.
         slice_rows: rows of logits that exist at one time.
+        head_total_VC: if given, the gradient of `head_VC` is added to it here, in its dtype, instead of in the
+            backward pass. Only for a loss whose backward follows with an upstream gradient of 1.
 
     Returns:
         float32 scalar (float64 for float64 inputs), differentiable in `hidden_RC` and `head_VC`.
     """
-    return _LinearCrossEntropy.apply(hidden_RC, head_VC, target_R, weight_R, l2wrap, slice_rows)
+    return _LinearCrossEntropy.apply(  # type: ignore[no-any-return, no-untyped-call]
+        hidden_RC, head_VC, target_R, weight_R, l2wrap, slice_rows, head_total_VC, torch.is_grad_enabled()
+    )

@@ -198,16 +198,18 @@ class LitRWKV7(pl.LightningModule):
             optimizer.step()
             deepspeed_engine: Any = self.trainer.strategy.model
             return float(deepspeed_engine.get_global_grad_norm() or 0.0)
-        inner = optimizer.optimizer
-        gradients = inner.gradients()
-        average_over_ranks(list(gradients.values()), self.trainer.world_size)
-        norm = float(clip_by_global_norm(list(gradients.values()), self.run.model.grad_clip))
+        inner: MasterAdamW = optimizer.optimizer
+        flat = inner.flat_gradients()
+        average_over_ranks(flat, self.trainer.world_size)
+        norm = float(clip_by_global_norm(flat, self.run.model.grad_clip))
         if not norm < float("inf"):
-            names = [name for name, grad in gradients.items() if not bool(torch.isfinite(grad).all())]
+            bad = [name for name, grad in inner.gradients().items() if not bool(torch.isfinite(grad).all())]
             raise NonFiniteError(
-                f"step {self.global_step}", "the gradient is not finite", found=f"{len(names)} tensors, first {names[:1]}",
+                f"step {self.global_step}",
+                "the gradient is not finite",
+                found=f"{len(bad)} tensors, first {bad[:1]}",
                 fix="lower model.lr_init or model.grad_clip, or look at the data of this step; the weights are unchanged",
-            )  # fmt: skip
+            )
         optimizer.step()
         inner.zero_grad()
         return norm

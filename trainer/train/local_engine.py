@@ -25,9 +25,12 @@ _EAGER_RUNS = 2
 
 
 def chunk_loss(
-    model: RWKV7, chunk: ChunkInput, settings: ModelConfig, *, with_loss: bool
+    model: RWKV7, chunk: ChunkInput, settings: ModelConfig, *, with_loss: bool, head_total: Tensor | None = None
 ) -> tuple[Tensor | None, ModelState]:
-    """Weighted loss of a chunk (None without `with_loss`) and the state after it."""
+    """Weighted loss of a chunk (None without `with_loss`) and the state after it.
+
+    `head_total`: where the head's gradient is summed, see `linear_cross_entropy`.
+    """
     hidden_BTC, state = model(chunk.ids_BT, chunk.state, chunk.reset_BT)
     if not with_loss:
         return None, state
@@ -38,6 +41,7 @@ def chunk_loss(
         chunk.weight_BT.flatten(),
         settings.l2wrap,
         settings.loss_chunk_rows,
+        head_total,
     )
     return loss, state
 
@@ -96,7 +100,8 @@ class LocalEngine(EagerEngine):
 
     def forward(self, chunk: ChunkInput, *, with_loss: bool, is_last: bool) -> tuple[Tensor | None, ModelState]:
         """See `EagerEngine`."""
-        return chunk_loss(self.model, chunk, self.settings, with_loss=with_loss)
+        head_total = getattr(self.model.head.weight, "main_grad", None)
+        return chunk_loss(self.model, chunk, self.settings, with_loss=with_loss, head_total=head_total)
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
         """See `EagerEngine`."""

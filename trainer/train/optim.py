@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -10,9 +11,12 @@ from torch import Tensor, nn
 
 from trainer.config.schema import ModelConfig
 from trainer.model.naming import optimizer_group
+from trainer.ops.step_kernels import add_gradient
 
 __all__ = ["MasterAdamW", "clip_by_global_norm", "parameter_groups"]
 
+# Elements; keeps every parameter on a 128-byte boundary, as matrix products like it.
+_ALIGN = 64
 _LR_SCALE = {"1x": 1.0, "2x": 2.0, "decay": 1.0}
 
 
@@ -60,95 +64,97 @@ def clip_by_global_norm(gradients: list[Tensor], max_norm: float) -> Tensor:
 
 
 class MasterAdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW` over master copies of low-precision parameters.
+    """`torch.optim.AdamW` over flat float32 masters of all parameters, one flat tensor per group.
 
-    Parameters in float32 or float64 are their own masters. For others, each gradient is added to a
-    float32 sum as soon as autograd has made it, and freed; `step` updates the masters and rounds them
-    into the parameters. So neither many backwards per step nor small updates lose bits.
+    Construction moves the parameters: their `data` become views of one flat tensor per group, in their own dtype.
+    Their gradients are summed in float32 in a flat tensor beside the masters (in float64 for float64 parameters), of
+    which each parameter's `main_grad` is its view. So neither many backwards per step nor small updates lose bits,
+    and an update is a few launches whatever the number of tensors. Parameters in float32 or float64 are their own
+    masters.
 
     Args:
         groups: from `parameter_groups`.
         model: betas and epsilon.
-        initial: full-precision values by official name, from which masters start; names not in it
-            start from the parameter.
+        initial: full-precision values by official name, from which masters start; names not in it start from
+            the parameter.
     """
 
     def __init__(
         self, groups: list[dict[str, Any]], model: ModelConfig, initial: Mapping[str, Tensor] | None = None
     ) -> None:
-        self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
-        self._names: list[str] = []
-        owned = []
-        for group in groups:
-            masters = []
-            for name, parameter in zip(group["names"], group["params"], strict=True):
-                master = self._master(parameter, (initial or {}).get(name))
-                masters.append(master)
-                self._names.append(name)
-            owned.append({**group, "params": masters})
+        self._masters: dict[str, Tensor] = {}
+        self._sums: dict[str, Tensor] = {}
+        self._low: list[tuple[Tensor, nn.Parameter]] = []
+        owned = [{**group, "params": [self._flatten(group, initial or {})]} for group in groups]
         super().__init__(owned, lr=model.lr_init, betas=(model.beta1, model.beta2), eps=model.adam_eps, fused=True)
 
-    def _master(self, parameter: nn.Parameter, initial: Tensor | None) -> nn.Parameter:
-        if parameter.dtype in (torch.float32, torch.float64):
-            self._pairs.append((parameter, parameter))
-            return parameter
-        source = parameter if initial is None else initial
-        value = source.detach().to(parameter.device, torch.float32, copy=True).view(parameter.shape)
-        master = nn.Parameter(value)
-        self._pairs.append((parameter, master))
-        parameter.register_post_accumulate_grad_hook(_add_to(master))
-        return master
+    def _flatten(self, group: dict[str, Any], initial: Mapping[str, Tensor]) -> nn.Parameter:
+        """Move a group's parameters into a flat tensor; returns their flat masters."""
+        parameters: list[nn.Parameter] = group["params"]
+        low, device = parameters[0].dtype, parameters[0].device
+        wide = low if low in (torch.float32, torch.float64) else torch.float32
+        offsets = list(accumulate((-(-p.numel() // _ALIGN) * _ALIGN for p in parameters), initial=0))
+        masters = nn.Parameter(torch.zeros(offsets[-1], dtype=wide, device=device))
+        masters.grad = torch.zeros_like(masters)
+        values = masters.data if low == wide else torch.zeros(offsets[-1], dtype=low, device=device)
+        for name, parameter, start in zip(group["names"], parameters, offsets, strict=False):
+            part = slice(start, start + parameter.numel())
+            self._masters[name] = masters.data[part].view(parameter.shape)
+            self._masters[name].copy_(initial.get(name, parameter.detach()).view(parameter.shape))
+            values[part].copy_(parameter.detach().flatten())
+            if low == wide:
+                values[part].copy_(self._masters[name].flatten())
+            parameter.data = values[part].view(parameter.shape)
+            self._sums[name] = parameter.main_grad = masters.grad[part].view(parameter.shape)  # type: ignore[attr-defined]
+            parameter.register_post_accumulate_grad_hook(_add_to_main_grad)  # type: ignore[no-untyped-call]
+        if low != wide:
+            self._low.append((values, masters))
+        return masters
 
     def gradients(self) -> dict[str, Tensor]:
-        """Accumulated gradients by official name; parameters without one are left out."""
-        pairs = zip(self._names, self._pairs, strict=True)
-        return {name: master.grad for name, (_, master) in pairs if master.grad is not None}
+        """Summed gradients by official name; zero for parameters that the model does not use."""
+        return self._sums
+
+    def flat_gradients(self) -> list[Tensor]:
+        """The same as a few flat tensors."""
+        flat = [group["params"][0].grad for group in self.param_groups]
+        return [gradient for gradient in flat if gradient is not None]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update the masters and round them into the parameters."""
-        loss = super().step(closure)
+        loss: float | None = super().step(closure)
         self._round()
         return loss
 
-    def zero_grad(self, set_to_none: bool = False) -> None:
-        """Zero the gradient sums where they lie: CUDA graphs have recorded their addresses."""
-        gradients = list(self.gradients().values())
-        if gradients and not set_to_none:
-            torch._foreach_zero_(gradients)
-        elif set_to_none:
-            super().zero_grad(set_to_none=True)
-
     def _round(self) -> None:
-        copies = [(p, m) for p, m in self._pairs if p is not m]
-        if copies:
-            torch._foreach_copy_([p.data for p, _ in copies], [m.data for _, m in copies])
+        for values, masters in self._low:
+            values.copy_(masters.data)
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Zero the sums where they lie; they are never freed, since parameters and CUDA graphs point to them."""
+        for gradient in self.flat_gradients():
+            gradient.zero_()
 
     def state_dict(self) -> dict[str, Any]:
-        """Moments, groups, and the masters that are not parameters themselves."""
+        """Moments, groups, and by name the masters that are not parameters themselves."""
         state = super().state_dict()
-        state["masters"] = {n: m.detach() for n, (p, m) in zip(self._names, self._pairs, strict=True) if p is not m}
+        state["masters"] = {name: master.detach() for name, master in self._masters.items()} if self._low else {}
         return state
 
+    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` gave; the parameters are set from the masters."""
         state = dict(state_dict)
         masters = state.pop("masters", {})
         super().load_state_dict(state)
-        with torch.no_grad():
-            for name, (parameter, master) in zip(self._names, self._pairs, strict=True):
-                if parameter is not master:
-                    master.copy_(masters[name])
+        for name, master in masters.items():
+            self._masters[name].copy_(master)
         self._round()
 
 
-def _add_to(master: nn.Parameter) -> Callable[[Tensor], None]:
-    def hook(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        if master.grad is None:
-            master.grad = parameter.grad.to(master.dtype)
-        else:
-            master.grad.add_(parameter.grad)
+def _add_to_main_grad(parameter: Tensor) -> None:
+    # Autograd calls this without a gradient for the head, whose gradient the loss has added by itself.
+    if parameter.grad is not None:
+        add_gradient(parameter.main_grad, parameter.grad)  # type: ignore[attr-defined]
         parameter.grad = None
-
-    return hook

@@ -120,7 +120,9 @@ def _known_backend(wanted: str, kind: str, index: int | None, dtype: torch.dtype
 @functools.cache
 def _cached_backend(wanted: str, kind: str, index: int | None, dtype: torch.dtype, head_size: int) -> str:
     """The choice asks the driver and the file system: once per device, and never inside a compiled graph."""
-    reason = cuda.unavailable_reason(torch.empty(1, 1, 1, head_size, dtype=dtype, device=torch.device(kind, index)))
+    reason = cuda.unavailable_reason(
+        torch.empty(1, 1, 1, head_size, dtype=dtype, device=kind if index is None else f"{kind}:{index}")
+    )
     if reason is None:
         return wanted if wanted in _CUDA_KERNELS else "cuda"
     if wanted in _CUDA_KERNELS:

@@ -41,7 +41,7 @@ __all__ = [
     "resource_usage",
 ]
 
-_SOURCES = Path(__file__).resolve().parents[3] / "kernels" / "wkv7"
+_SOURCES = Path(__file__).resolve().parents[3] / "kernels"
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-Xcompiler", "-fPIC", "-Xptxas", "-v", "--threads", "0")
 _DEFAULT_NVCC = Path("/usr/local/cuda/bin/nvcc")
 _COMPILE_TIMEOUT_S = 1800
@@ -177,9 +177,9 @@ def _target(archs: Iterable[int]) -> _Target:
     chosen = sorted(set(archs))
     assert chosen, "no architecture to compile for"
     flags = [*_FLAGS, *(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in chosen)]
-    sources = sorted(_SOURCES.glob("*.cu"))
+    sources = sorted(_SOURCES.rglob("*.cu"))
     key = hashlib.sha256(json.dumps([flags, _nvcc_version(nvcc)]).encode())
-    for path in sorted(_SOURCES.glob("*.cu*")):
+    for path in sorted(_SOURCES.rglob("*.cu*")):
         key.update(f"\0{path.name}\0".encode() + path.read_bytes())
     name = f"wkv7-{'-'.join(map(str, chosen))}-{key.hexdigest()[:24]}.so"
     return _Target((str(nvcc), *flags, *map(str, sources)), cache_dir() / name)
