@@ -8,11 +8,11 @@ import sys
 
 __all__ = ["get_logger", "log_once", "mask_secrets", "set_up_logging"]
 
-_SECRET_KEY = re.compile(r"(key|secret|token|password|passwd|credential)s?$", re.IGNORECASE)
+_SECRET_KEY = re.compile(r"(key|key_id|secret|token|password|passwd|credential)s?$", re.IGNORECASE)
 _URL_PASSWORD = re.compile(r"(\w+://)[^/\s:@]+:[^/\s@]+@")
 # Names that end like a secret but hold none: token counts and column names.
 _NOT_SECRET = re.compile(
-    r"(custom_text_key|conversation_key|conversation_sender_key|endoftext_token|max_tokens|tokens)$"
+    r"(custom_text_key|multi_column_keys|conversation_key|conversation_sender_key|endoftext_token|max_tokens|tokens)$"
 )
 _seen: set[str] = set()
 

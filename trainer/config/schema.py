@@ -47,6 +47,8 @@ class ModelConfig:
     """Recompute each block in the backward pass instead of keeping its activations. Saves most of the memory for about a quarter of the speed."""
     compile: Literal["auto", "on", "off"] = "off"
     """torch.compile per block. auto = on for a GPU with precision bf16, off elsewhere."""
+    cuda_graphs: Literal["auto", "on", "off"] = "auto"
+    """Replay full chunks on a GPU as CUDA graphs, which removes launch overhead at small batches and keeps the activations of one chunk allocated. auto = on up to 16384 tokens per micro-batch and chunk; not used with DeepSpeed."""
     loss_chunk_rows: int = 4096
     """Rows of logits that exist at one time in the head and loss. Lower it to save memory (rows x vocab_size x 2 bytes in bf16)."""
     lr_init: float = 6e-4
@@ -78,7 +80,7 @@ class DataConfig:
     data_path: str | None = None
     """Folder of the prepared data set. Built from `source` by preload_datapath.py or at the start of fit. With source: binidx it may be left out."""
     data_path_storage_options: dict[str, Any] | None = None
-    """Options of fsspec for a data_path (or data_files) such as s3://bucket/folder: {key, secret, endpoint_url}. They are never written anywhere; the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY) is the safer place."""
+    """Options of fsspec for a data_path such as s3://bucket/folder: {key, secret, endpoint_url}. They are never written anywhere; the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY) is the safer place."""
     source: str | None = None
     """text | json | jsonl | csv | parquet | arrow | pandas | npy | binidx (with source_data_dir), or a path: a file, a folder, a pattern such as data/*.jsonl, a .npy file, a .bin/.idx pair, a folder saved by datasets' save_to_disk; or the name of a data set of the Hugging Face Hub. Leave it out if data_path is already prepared."""
     source_data_dir: str | None = None

@@ -17,10 +17,10 @@ from typing import BinaryIO
 
 import numpy as np
 
-from trainer.data.store import FlatStore, check_token_ids
+from trainer.data.store import FlatStore, TokenStore, check_token_ids
 from trainer.errors import DataError, StorageError
 
-__all__ = ["BinIdx", "BinIdxWriter", "binidx_prefix", "check_token_ids"]
+__all__ = ["BinIdx", "BinIdxWriter", "binidx_prefix", "check_token_ids", "write_binidx"]
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -242,6 +242,18 @@ class BinIdxWriter:
         self._stream.close()
         for file in self._temporary.values():
             file.unlink(missing_ok=True)
+
+
+def write_binidx(store: TokenStore, path: str | Path) -> None:
+    """Write all documents of a store as a .bin/.idx pair in the official layout: one item per document, in order.
+
+    Args:
+        store: any documents. Which of their tokens are trained cannot be kept.
+        path: the prefix; its folder must exist.
+    """
+    with BinIdxWriter(path, store.dtype) as writer:
+        for document, size in enumerate(store.sizes.tolist()):
+            writer.add_document(store.read(document, 0, size))
 
 
 def _sync(stream: BinaryIO) -> None:

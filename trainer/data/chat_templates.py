@@ -34,7 +34,7 @@ _EXPRESSIONS = re.compile(r"\{\{.*?\}\}|\{%.*?%\}|\{#.*?#\}", re.DOTALL)
 class Message(NamedTuple):
     """One message of a conversation."""
 
-    index: int
+    number: int
     """Place in the record's list; -1 for a system text from a column of its own."""
     role: str
     """system, user, assistant or tool."""
@@ -51,7 +51,7 @@ class RenderedTurn(NamedTuple):
     """A turn as text: opening + body + end."""
 
     message: int | None
-    """`Message.index`; None: text of the template's own."""
+    """`Message.number`; None: text of the template's own."""
     opening: str
     """Never trained: whoever uses the trained model writes it."""
     body: str
@@ -120,7 +120,7 @@ class JinjaTemplate:
         if any(mark in message.content for message in messages for mark in (_OPEN, _CLOSE)):
             raise RecordFault("a message holds the characters U+E000 or U+E001 twice in a row")
         parts = re.split(f"{_OPEN}(.*?){_CLOSE}", self._render(messages, tools), flags=re.DOTALL)
-        answers = [message.index for message in messages if message.role == "assistant"]
+        answers = [message.number for message in messages if message.role == "assistant"]
         if len(parts) // 2 != len(answers):
             raise RecordFault(
                 f"{self.name} marks {len(parts) // 2} answers with generation blocks",
@@ -145,14 +145,14 @@ class JinjaTemplate:
             grown = self._render(messages[:number], tools)
             self._must_continue(opening, grown, message)
             body, end = _split_end(grown[len(opening) :], message.content)
-            turns.append(RenderedTurn(message.index, opening[len(text) :], body, end))
+            turns.append(RenderedTurn(message.number, opening[len(text) :], body, end))
             text = grown
         return turns
 
     def _must_continue(self, text: str, grown: str, message: Message) -> None:
         if not grown.startswith(text):
             raise RecordFault(
-                f"{self.name} changes earlier text when message {message.index} is added, so its tokens cannot be told",
+                f"{self.name} changes earlier text when message {message.number} is added, so its tokens cannot be told",
                 fix="mark the answers in the template with {% generation %} and {% endgeneration %}",
             )
 

@@ -78,12 +78,12 @@ class RwkvG1Template:
             if message.tool_calls:
                 calls = "\n".join(json.dumps(call, ensure_ascii=False) for call in message.tool_calls)
                 text = "\n".join(part for part in (text, f"```json\n{calls}\n```") if part)
-            return RenderedTurn(message.index, "Assistant:", f" {text}" if text else "", "\n\n")
+            return RenderedTurn(message.number, "Assistant:", f" {text}" if text else "", "\n\n")
         text = _BLANK_LINES.sub("\n", text).strip()
         if message.role == "tool":
             text = f"Function output:\n{text}"
         opening = "System:" if message.role == "system" else "User:"
-        return RenderedTurn(message.index, opening, f" {text}" if text else "", "\n\n")
+        return RenderedTurn(message.number, opening, f" {text}" if text else "", "\n\n")
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class ChatFormat:
     def segments(self, record: Mapping[str, Any]) -> list[Segment]:
         """Opening, text and end of each turn."""
         messages = self._messages(record)
-        learn = {message.index: self._is_trained(message) for message in messages}
+        learn = {message.number: self._is_trained(message) for message in messages}
         if self.mask_history:
             last = max((index for index, trained in learn.items() if trained), default=None)
             learn = {index: index == last for index in learn}

@@ -283,6 +283,8 @@ class TokenizedFormat:
 
 def _integers(record: Mapping[str, Any], key: str) -> np.ndarray:
     value = record.get(key)
+    if isinstance(value, np.ndarray):
+        return value.astype(np.int64)
     if not isinstance(value, list) or not all(type(item) is int for item in value):
         raise RecordFault(f"{key} is no list of integers", found=kind_of(value))
     return np.array(value, np.int64)

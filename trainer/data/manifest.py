@@ -196,7 +196,7 @@ def describe_change(old: dict[str, Any], new: dict[str, Any]) -> str | None:
             continue
         if key == "tokenizer" and old.get("tokenizer_digest") == new.get("tokenizer_digest"):
             continue
-        if key == "source_files":
+        if key.endswith("source_files"):
             return _describe_files(old.get(key) or [], new.get(key) or [])
         before, after = (_short(recipe.get(key)) for recipe in (old, new))
         return f"{key} changed from {before} to {after}"

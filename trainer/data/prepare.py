@@ -7,6 +7,7 @@ Stages: source -> records -> segments -> token ids -> filter -> split -> shape -
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import json
 import os
@@ -40,9 +41,10 @@ from trainer.data.manifest import (
 from trainer.data.mixing import SourceSettings, document_passes, read_datapack, source_epochs, source_settings
 from trainer.data.npy import open_npy
 from trainer.data.progress import report_progress
+from trainer.data.remote import RemoteFolder
 from trainer.data.saving import Part, SplitWriter
 from trainer.data.selection import document_window, in_words, keep_documents, order_documents, split_documents
-from trainer.data.sources import Source, find_flat, find_source, first_record, read_batches
+from trainer.data.sources import Source, binidx_source, find_flat, find_source, first_record, read_batches
 from trainer.data.store import ArrowStore, FlatStore, SubsetStore, TokenStore, check_token_ids
 from trainer.errors import ConfigError, DataError, StorageError
 from trainer.logs import get_logger, log_once, mask_secrets
@@ -108,7 +110,12 @@ class PreparedSummary:
 
 
 def prepare(
-    data: DataConfig, *, seed: int = _SEED, vocab_size: int | None = None, force: bool = False
+    data: DataConfig,
+    *,
+    seed: int = _SEED,
+    vocab_size: int | None = None,
+    force: bool = False,
+    from_binidx: Path | None = None,
 ) -> PreparedSummary:
     """Build the data set of `data` unless it is there and up to date.
 
@@ -119,6 +126,7 @@ def prepare(
         seed: of the validation split, if `test_split_shuffle` is set (trainer.deterministic_order_seed).
         vocab_size: rows of the model's embedding, if known; every token id is checked against it.
         force: build even if it is up to date.
+        from_binidx: prefix of a .bin/.idx pair to build from instead of `data.source`.
 
     Raises:
         ConfigError: settings are missing or contradict each other.
@@ -126,15 +134,17 @@ def prepare(
         StorageError: `data_path` cannot be written.
     """
     started = time.monotonic()
-    flat = find_flat(data)
-    if flat is not None or not _has_source(data) or data.skip_datapath_setup:
+    flat = find_flat(data) if from_binidx is None else None
+    where = flat or mask_secrets(data.data_path)
+    if flat is not None or not (from_binidx or _has_source(data)) or data.skip_datapath_setup:
         reason, manifest = None, open_prepared(data, seed=seed, vocab_size=vocab_size)[2]
     else:
-        data, work = _work(data)
-        reason, manifest = _prepare_folder(data, work, seed, force)
-        _check_vocabulary(data, manifest, vocab_size)
+        data, work = _work(data) if from_binidx is None else _binidx_work(data, from_binidx)
+        where = mask_secrets(data.data_path)
+        reason, manifest = _prepare_anywhere(data, work, seed, force)
+        _check_vocabulary(_local(data), manifest, vocab_size)
     return PreparedSummary(
-        where=str(flat or data.data_path),
+        where=str(where),
         reason=reason,
         counts=manifest.counts,
         dropped=manifest.dropped,
@@ -157,6 +167,31 @@ def _work(data: DataConfig) -> tuple[DataConfig, list[_Work]]:
     for part in work:
         given_format(part.data)
     return data, work
+
+
+def _binidx_work(data: DataConfig, prefix: Path) -> tuple[DataConfig, list[_Work]]:
+    """A .bin/.idx pair as the source; its documents are taken as they are."""
+    data = dataclasses.replace(data, source="binidx", source_data_dir=str(prefix), append_end_of_document=False)
+    return data, [_Work(SourceSettings(prefix.name, data), binidx_source(prefix))]
+
+
+def _prepare_anywhere(data: DataConfig, work: list[_Work], seed: int, force: bool) -> tuple[str | None, Manifest]:
+    if not RemoteFolder.is_remote(data.data_path):
+        return _prepare_folder(data, work, seed, force)
+    remote = RemoteFolder(data)
+    with _build_lock(remote.local):
+        remote.fetch()
+    reason, manifest = _prepare_folder(_local(data), work, seed, force)
+    if reason is not None or not remote.is_current():
+        remote.upload()
+    return reason, manifest
+
+
+def _local(data: DataConfig) -> DataConfig:
+    """The settings with the local copy of a remote data_path."""
+    if not RemoteFolder.is_remote(data.data_path):
+        return data
+    return dataclasses.replace(data, data_path=str(RemoteFolder(data).local))
 
 
 def _prepare_folder(data: DataConfig, work: list[_Work], seed: int, force: bool) -> tuple[str | None, Manifest]:
@@ -365,6 +400,8 @@ def _record_format(part: _Work) -> RecordFormat:
     if part.source.kind == "text":
         return formats.TextFormat(part.data.custom_text_key or "text")
     place, record = first_record(part.source)
+    if part.source.kind == "binidx":
+        return formats.TokenizedFormat()
     return find_format(part.data, record, place)
 
 
@@ -492,7 +529,12 @@ def open_prepared(
         data = read_datapack(data)
     if data.data_path is None:
         raise ConfigError("data", "neither data_path nor source is set", fix="set data.source, or data.data_path")
-    folder = Path(data.data_path)
+    if RemoteFolder.is_remote(data.data_path):
+        remote = RemoteFolder(data)
+        with _build_lock(remote.local):
+            remote.fetch()
+        data = _local(data)
+    folder = Path(str(data.data_path))
     if not folder.is_dir():
         raise DataError("data.data_path", "does not exist", found=str(folder), fix="run preload_datapath.py")
     manifest = read_manifest(folder)

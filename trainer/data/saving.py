@@ -75,7 +75,7 @@ class SplitWriter:
                     written += len(pending.column(0).values) * bytes_per_token
                     pending = next(batches, None)
         datasets.DatasetInfo(features=features).write_to_directory(str(folder))
-        state = {
+        state: dict[str, Any] = {
             "_data_files": [{"filename": name} for name in names],
             "_fingerprint": folder.name,
             "_format_columns": None,

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+import numpy as np
+
 from trainer.errors import DataError
 from trainer.logs import get_logger, log_once
 
@@ -30,6 +32,7 @@ __all__ = [
     "SourceBatch",
     "TextBatch",
     "TextOptions",
+    "TokenBatch",
     "json_batches",
     "text_batches",
 ]
@@ -152,6 +155,28 @@ class RecordBatch:
     def records(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """(place, record) of each."""
         return iter(self.entries)
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """Documents that are token ids already."""
+
+    where: str
+    first: int
+    """Number of the first document."""
+    ids: np.ndarray
+    sizes: np.ndarray
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in the source, for progress."""
+        return self.ids.nbytes
+
+    def records(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """(place, record) of each document; input_ids is an array."""
+        parts = np.split(self.ids, np.cumsum(self.sizes)[:-1])
+        for number, ids in enumerate(parts, self.first):
+            yield f"{self.where}: document {number}", {"input_ids": ids}
 
 
 def _list_of_records(file: Path, records: Any, before: str = "") -> RecordBatch:

@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.data.binidx import binidx_prefix
-from trainer.data.source_files import JsonOptions, SourceBatch, TextOptions, json_batches, text_batches
+import numpy as np
+
+from trainer.data.binidx import BinIdx, binidx_prefix
+from trainer.data.source_files import JsonOptions, SourceBatch, TextOptions, TokenBatch, json_batches, text_batches
 from trainer.data.store import saved_files
 from trainer.data.table_files import arrow_batches, csv_batches, pandas_batches, parquet_batches, table_batches
 from trainer.errors import ConfigError, DataError
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 
     from trainer.config.schema import DataConfig
 
-__all__ = ["VERSION", "Source", "find_flat", "find_source", "first_record", "read_batches"]
+__all__ = ["VERSION", "Source", "binidx_source", "find_flat", "find_source", "first_record", "read_batches"]
 
 VERSION = 2
 """Raise it when the records of any source change; prepared data sets are then rebuilt."""
@@ -49,6 +51,7 @@ _PARAMS = {
     "pandas": set(),
     "saved": set(),
 }
+_BATCH_TOKENS = 1 << 21
 _HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 _FLAT_SUFFIXES = (".bin", ".idx", ".npy")
 _KINDS = "text, json, csv, parquet, arrow or pandas"
@@ -249,6 +252,27 @@ def _match(root: Path, pattern: str, data_path: str | None) -> list[Path]:
     return found
 
 
+def binidx_source(prefix: Path) -> Source:
+    """A .bin/.idx pair as a source of documents that are token ids already."""
+    prefix = binidx_prefix(prefix)
+    files = tuple(prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx"))
+    BinIdx(prefix)
+    return Source(kind="binidx", files=files, root=prefix.parent)
+
+
+def _binidx_batches(source: Source) -> Iterator[TokenBatch]:
+    store = BinIdx(source.files[0])
+    start = 0
+    for stop in np.append(
+        np.flatnonzero(np.diff(np.cumsum(store.sizes) // _BATCH_TOKENS)) + 1, len(store.sizes)
+    ).tolist():
+        sizes = store.sizes[start:stop]
+        first = int(store.sizes[:start].sum())
+        ids = store.read_flat(first, first + int(sizes.sum()))
+        yield TokenBatch(str(source.files[0]), start, np.array(ids), sizes)
+        start = stop
+
+
 def first_record(source: Source) -> tuple[str, dict[str, Any]]:
     """The first record, from which the format is told, and its place.
 
@@ -273,6 +297,8 @@ def read_batches(source: Source, columns: Sequence[str] | None) -> Iterator[Sour
     """
     if source.kind == "text":
         yield from text_batches(source.files, TextOptions(**source.params))
+    elif source.kind == "binidx":
+        yield from _binidx_batches(source)
     elif source.kind == "hub":
         yield from table_batches(source.named, _hub_rows(source), columns)
     else:
@@ -308,7 +334,7 @@ def _load_hub(source: Source) -> Dataset:
         loaded = datasets.load_dataset(source.hub_name, split=source.split, **source.params)
     # datasets raises many unrelated types, several of them bare.
     except Exception as error:
-        cause = error
+        cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
         raise DataError(

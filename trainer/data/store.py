@@ -35,6 +35,7 @@ __all__ = [
 _BLOCK_TOKENS = 1 << 22
 # A stream without this end may have lost its last rows.
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+_FILE_MAGIC = b"ARROW1"
 _DIGEST_ALL_TOKENS = 1 << 25
 _DIGEST_SAMPLES, _DIGEST_SAMPLE_TOKENS = 512, 1 << 16
 
@@ -195,10 +196,11 @@ class SubsetStore:
     @functools.cached_property
     def num_trained_tokens(self) -> int:
         """Tokens that are trained as targets."""
-        masks = (self.loss_mask(document, 1, int(size)) for document, size in enumerate(self.sizes.tolist()))
-        if self.num_documents and self.loss_mask(0, 0, 1) is None:
-            return self.num_tokens - int((self.sizes > 0).sum())
-        return sum(int(np.count_nonzero(mask)) for mask in masks)
+        num = 0
+        for document, size in enumerate(self.sizes.tolist()):
+            mask = self.loss_mask(document, 1, size)
+            num += max(size - 1, 0) if mask is None else int(np.count_nonzero(mask))
+        return num
 
     @functools.cached_property
     def digest(self) -> str:
@@ -239,7 +241,7 @@ class ArrowStore(FlatStore):
     """One split saved by `datasets.Dataset.save_to_disk`.
 
     Columns: input_ids (lists of integers) and optionally loss_mask, or the older trainer's attention_mask.
-    Both masks say which tokens are targets.
+    Both masks say which tokens are targets. source_id, if there, is the number of each document's source.
 
     Args:
         folder: holds state.json and data-*.arrow.
@@ -253,6 +255,7 @@ class ArrowStore(FlatStore):
         segments: list[np.ndarray] = []
         masks: list[np.ndarray] | None = None
         sizes: list[np.ndarray] = []
+        source_ids: list[np.ndarray] = []
         for file, batch in _saved_batches(self._folder):
             values, offsets = _integer_lists(file, batch, "input_ids")
             segments.append(values)
@@ -260,8 +263,12 @@ class ArrowStore(FlatStore):
             mask = _mask_of(file, batch, offsets)
             if mask is not None:
                 masks = [*masks, mask] if masks else [mask]
+            if "source_id" in batch.schema.names:
+                source_ids.append(batch.column("source_id").to_numpy(zero_copy_only=False))
         if masks and len(masks) != len(segments):
             raise DataError(self._folder, "some files have a loss mask and others have none")
+        self.source_ids: np.ndarray | None = np.concatenate(source_ids) if source_ids else None
+        """int32 [num_documents], number of each document's source in the manifest's list; None for one source."""
         super().__init__(str(self._folder), segments, np.concatenate(sizes) if sizes else np.zeros(0, np.int64), masks)
 
     def __reduce__(self) -> tuple[Callable[..., ArrowStore], tuple[Path]]:
@@ -296,7 +303,7 @@ def saved_files(folder: Path) -> list[Path]:
 
 
 def read_arrow_batches(file: Path) -> Iterator[pa.RecordBatch]:
-    """Record batches of an Arrow stream file, memory-mapped and fully checked.
+    """Record batches of an Arrow file in the stream or the file format, memory-mapped and fully checked.
 
     `datasets` itself reads a damaged stream up to the damage and says nothing; here a stream that ends
     before the file does is an error.
@@ -311,6 +318,14 @@ def read_arrow_batches(file: Path) -> Iterator[pa.RecordBatch]:
     rows = 0
     try:
         source = pa.memory_map(str(file))
+        if source.read_at(len(_FILE_MAGIC), 0) == _FILE_MAGIC:
+            indexed = pa.ipc.open_file(source)
+            for number in range(indexed.num_record_batches):
+                batch = indexed.get_batch(number)
+                batch.validate(full=True)
+                rows += batch.num_rows
+                yield batch
+            return
         reader = pa.ipc.open_stream(source)
         for batch in reader:
             batch.validate(full=True)

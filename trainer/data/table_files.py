@@ -47,6 +47,7 @@ _SAFE_GLOBALS = {
     "pandas.core.arrays.string_": {"StringDtype", "StringArray"},
     "pandas.core.arrays.string_arrow": {"ArrowStringArray", "ArrowStringArrayNumpySemantics"},
     "pandas.core.arrays.arrow.array": {"ArrowExtensionArray"},
+    "pandas.arrays": {"ArrowStringArray", "StringArray", "ArrowExtensionArray"},
     "pyarrow.lib": {"chunked_array", "_restore_array", "type_for_alias", "py_buffer", "large_string", "string"},
 }
 
