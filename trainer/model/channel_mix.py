@@ -23,5 +23,4 @@ class ChannelMix(nn.Module):
     def forward(self, x_BTC: Tensor, shift_BC: Tensor, reset_BT: Tensor | None) -> tuple[Tensor, Tensor]:
         """Output and the new shift state; arguments as in `TimeMix.forward`, after ln2."""
         dx, shift_out = token_shift(x_BTC, shift_BC, reset_BT)
-        # Indexed, not viewed: compiled by PyTorch 2.11, the gradient of a view came back as [C] for the official [1, 1, C].
-        return self.value(torch.relu(self.key(x_BTC + dx * self.x_k[0, 0])).square()), shift_out
+        return self.value(torch.relu(self.key(x_BTC + dx * self.x_k)).square()), shift_out

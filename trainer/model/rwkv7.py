@@ -31,8 +31,13 @@ def _block(
 @functools.cache
 def _compiled_block() -> Callable[..., tuple[Tensor, Tensor, LayerState]]:
     """`_block` compiled: one piece of code for all blocks of all models, specialised by sizes."""
+    import torch._inductor.config as inductor
+
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-    return torch.compile(_block, fullgraph=True, dynamic=False)
+    # PyTorch 2.10 to 2.12 loses the shape of [1, 1, C] gradients in this fusion (pytorch issue 178080).
+    has_fusion = hasattr(inductor.triton, "mix_order_reduction")
+    options = {"triton.mix_order_reduction": False} if has_fusion else None
+    return torch.compile(_block, fullgraph=True, dynamic=False, options=options)
 
 
 class RWKV7(nn.Module):

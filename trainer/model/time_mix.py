@@ -93,20 +93,19 @@ class TimeMix(nn.Module):
         """
         batch, tokens, width = x_BTC.shape
         dx, shift_out = token_shift(x_BTC, shift_BC, reset_BT)
-        # Official vectors are [1, 1, C]. As [C], their gradients keep their shape through torch.compile.
         mixes = (self.x_r, self.x_w, self.x_k, self.x_v, self.x_a, self.x_g)
-        xr, xw, xk, xv, xa, xg = (x_BTC + dx * mix.view(-1) for mix in mixes)
+        xr, xw, xk, xv, xa, xg = (x_BTC + dx * mix for mix in mixes)
         r, k, v = self.receptance(xr), self.key(xk), self.value(xv)
-        w_raw = self.w0.view(-1) + torch.tanh(xw @ self.w1) @ self.w2
-        rate = torch.sigmoid(self.a0.view(-1) + (xa @ self.a1) @ self.a2)
+        w_raw = self.w0 + torch.tanh(xw @ self.w1) @ self.w2
+        rate = torch.sigmoid(self.a0 + (xa @ self.a1) @ self.a2)
         gate = torch.sigmoid(xg @ self.g1) @ self.g2
         if v_first_BTC is None:
             v_first_BTC = v
         else:
-            v = v + (v_first_BTC - v) * torch.sigmoid(self.v0.view(-1) + (xv @ self.v1) @ self.v2)
+            v = v + (v_first_BTC - v) * torch.sigmoid(self.v0 + (xv @ self.v1) @ self.v2)
         by_head = (batch, tokens, self.heads, self.size)
-        kk = F.normalize((k * self.k_k.view(-1)).view(by_head).to(wkv_BHNN.dtype), dim=-1, eps=1e-12).to(x_BTC.dtype)
-        k = k * (1 + (rate - 1) * self.k_a.view(-1))
+        kk = F.normalize((k * self.k_k).view(by_head).to(wkv_BHNN.dtype), dim=-1, eps=1e-12).to(x_BTC.dtype)
+        k = k * (1 + (rate - 1) * self.k_a)
         r, w_raw, k, v_head, rate = (x.view(by_head) for x in (r, w_raw, k, v, rate))
         y, wkv_out = wkv7(r, w_raw, k, v_head, -kk, kk * rate, wkv_BHNN, reset_BT, self.kernel)
         y = self.ln_x(y.reshape(batch * tokens, width)).view(batch, tokens, width)
