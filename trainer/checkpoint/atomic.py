@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -37,7 +38,9 @@ __all__ = [
     "prune",
     "require_space",
     "step_folders",
+    "set_aside_newer",
     "storage_error",
+    "storage_errors",
     "sweep",
 ]
 
@@ -115,7 +118,8 @@ def _write_failure(err: BaseException) -> BaseException | None:
 
 
 @contextmanager
-def _storage_errors(path: Path, needed_bytes: int | None = None) -> Iterator[None]:
+def storage_errors(path: Path, needed_bytes: int | None = None) -> Iterator[None]:
+    """Turn a failed write inside the block into the StorageError of `storage_error`."""
     try:
         yield
     except Exception as err:
@@ -143,7 +147,7 @@ def prepare_directory(directory: Path, needed_bytes: int = 0) -> None:
         StorageError: if it is read-only, cannot be made, or has too little room.
     """
     probe = directory / f".probe-{os.getpid()}"
-    with _storage_errors(directory, needed_bytes):
+    with storage_errors(directory, needed_bytes):
         directory.mkdir(parents=True, exist_ok=True)
         try:
             probe.write_bytes(b"probe")
@@ -200,7 +204,7 @@ def begin_folder(target: Path) -> Path:
         StorageError: if the parent vanished or cannot be written.
     """
     temp = target.parent / f".{target.name}.tmp-{os.getpid()}"
-    with _storage_errors(target):
+    with storage_errors(target):
         # A folder of the same name can only be left over from a dead process with the same id.
         if temp.exists():
             shutil.rmtree(temp)
@@ -227,7 +231,7 @@ def commit_folder(temp: Path, target: Path, facts: Mapping[str, object], needed_
         StorageError: if anything cannot be written; `temp` is removed, `target` is as before.
     """
     try:
-        with _storage_errors(target, needed_bytes):
+        with storage_errors(target, needed_bytes):
             failpoint("written")
             files = sorted(path for path in temp.rglob("*") if path.is_file())
             for path in files:
@@ -274,7 +278,7 @@ def atomic_folder(target: Path, facts: Mapping[str, object], needed_bytes: int |
     """
     temp = begin_folder(target)
     try:
-        with _storage_errors(target, needed_bytes):
+        with storage_errors(target, needed_bytes):
             yield temp
     except BaseException:
         abandon_folder(temp)
@@ -296,7 +300,7 @@ def atomic_file(path: Path, needed_bytes: int | None = None) -> Iterator[Path]:
     if target.exists() and not target.is_file():
         raise StorageError(path, "exists and is not a regular file", fix="choose another output file")
     try:
-        with _storage_errors(path, needed_bytes):
+        with storage_errors(path, needed_bytes):
             target.parent.mkdir(parents=True, exist_ok=True)
             yield temp
             failpoint("written")
@@ -344,6 +348,37 @@ def prune(directory: Path, keep: int, protect: Collection[Path] = ()) -> list[Pa
         except OSError as err:
             logger.warning("could not remove the old checkpoint %s: %s", path, err)
     return removed
+
+
+def set_aside_newer(directory: Path, step: int) -> Path | None:
+    """Move checkpoints after `step` into a subfolder. Call it at the start of a run, holding the run's lock.
+
+    They are of an earlier run, or damaged. Left in place they would count as the newest: for the next resume,
+    and for `prune`, which would remove what the new run saves.
+
+    Args:
+        directory: the run's checkpoint folder.
+        step: that the run starts from; below 0 = a new run, whose folder starts empty of every checkpoint.
+
+    Returns:
+        The subfolder; None if there was nothing to move.
+
+    Raises:
+        StorageError: if they cannot be moved.
+    """
+    newer = [path for path in step_folders(directory) if int(path.name.removeprefix("step-")) > step]
+    if not newer:
+        return None
+    with storage_errors(directory):
+        names = (f"set-aside-{number}" for number in itertools.count(1))
+        aside = next(directory / name for name in names if not (directory / name).exists())
+        aside.mkdir()
+        # The newest first: after a kill in between, what is left is still in order.
+        for path in reversed(newer):
+            path.rename(aside / path.name)
+            failpoint("set_aside")
+    logger.info("moved %s to %s", ", ".join(path.name for path in newer), aside)
+    return aside
 
 
 def sweep(directory: Path) -> None:

@@ -66,6 +66,9 @@ def newest_valid(directory: Path) -> tuple[Path | None, list[Rejected]]:
             f"no valid checkpoint; {len(rejected)} rejected, the newest because {rejected[0].reason}",
             fix="restore one of them, or start over with `resume: never` in an empty folder",
         )
+    aside = sorted(path.name for path in directory.glob("set-aside-*"))
+    if aside:
+        logger.warning("%s has no checkpoint; earlier ones are in %s: move one back to continue it", directory, aside)
     return None, []
 
 

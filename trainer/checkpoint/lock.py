@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -33,12 +34,14 @@ class RunLock:
     run never blocks the next one. Processes forked later do not inherit it.
 
     Args:
-        directory: the run's checkpoint folder; it is made if it is missing.
+        directory: the run's checkpoint folder; it is made if it is missing, and a folder made here that holds
+            nothing else in the end is removed with the lock.
     """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._fd: int | None = None
+        self._has_made_folder = False
 
     def acquire(self) -> None:
         """Take the lock.
@@ -49,6 +52,7 @@ class RunLock:
         """
         path = self._directory / LOCK_NAME
         try:
+            self._has_made_folder = not self._directory.exists()
             self._directory.mkdir(parents=True, exist_ok=True)
             fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as err:
@@ -80,7 +84,15 @@ class RunLock:
         """Give the lock back; does nothing if it is not held."""
         if self._fd is not None:
             os.ftruncate(self._fd, 0)
+            if self._has_made_folder:
+                self._remove_unused()
             self._drop()
+
+    def _remove_unused(self) -> None:
+        with contextlib.suppress(OSError):
+            if os.listdir(self._directory) == [LOCK_NAME]:
+                (self._directory / LOCK_NAME).unlink()
+                self._directory.rmdir()
 
     def _drop(self) -> None:
         if self._fd is not None:

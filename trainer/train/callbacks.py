@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -16,6 +17,8 @@ import torch
 from lightning.pytorch.callbacks import Callback, ProgressBar
 from rich.progress import BarColumn, Progress, TextColumn
 
+from trainer.checkpoint.atomic import atomic_file, storage_errors
+from trainer.checkpoint.failpoints import failpoint
 from trainer.logs import get_logger
 from trainer.train.lit_module import LitRWKV7
 
@@ -40,6 +43,13 @@ class TokenLimit(Callback):
         if pl_module.progress["tokens"] >= self.max_tokens:
             trainer.should_stop = True
 
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """A run that had reached the limit has no step left."""
+        if checkpoint["progress"]["tokens"] >= self.max_tokens:
+            trainer.should_stop = True
+
 
 class MetricsFile(Callback):
     """One JSON line per optimizer step in the run's folder: the record from which curves are drawn.
@@ -53,47 +63,53 @@ class MetricsFile(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Keep the lines up to the first step."""
-        if not trainer.is_global_zero:
+        if not trainer.is_global_zero or not self.path.exists():
             return
         kept = [json.dumps(row) + "\n" for row in read_metrics(self.path) if row["step"] <= trainer.global_step]
-        temp = self.path.with_suffix(".tmp")
-        temp.write_text("".join(kept), encoding="utf-8")
-        os.replace(temp, self.path)
+        with atomic_file(self.path) as temp:
+            temp.write_text("".join(kept), encoding="utf-8")
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         """Append the step."""
         assert isinstance(pl_module, LitRWKV7)
-        if not trainer.is_global_zero:
-            return
         row: dict[str, Any] = {"step": trainer.global_step, "epoch": trainer.current_epoch}
         row |= {name.removeprefix("train/"): value for name, value in pl_module.last_metrics.items()}
         row["loss_hex"] = float(row["loss"]).hex()
         row["memory_gib"] = round(_memory_gib(pl_module.device), 4)
         row["time"] = round(time.time(), 3)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        self._append(trainer, row)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Append the validation loss."""
-        loss = trainer.callback_metrics.get("validation/loss")
-        if trainer.is_global_zero and loss is not None and trainer.state.fn == "fit" and not trainer.sanity_checking:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": trainer.global_step, "validation_loss": float(loss)}) + "\n")
+        """Append the validation loss, unless a signal has cut the validation short."""
+        assert isinstance(pl_module, LitRWKV7)
+        if trainer.state.fn == "fit" and not trainer.sanity_checking and not pl_module.agreed_signal:
+            loss = float(trainer.callback_metrics["validation/loss"])
+            self._append(trainer, {"step": trainer.global_step, "validation_loss": loss})
+
+    def on_save_checkpoint(self, *_: Any) -> None:
+        """A checkpoint must not outlive the lines before it, even if the power fails."""
+        if self.path.exists():
+            with storage_errors(self.path), self.path.open("rb") as file:
+                os.fsync(file.fileno())
+
+    def _append(self, trainer: pl.Trainer, row: dict[str, Any]) -> None:
+        if trainer.is_global_zero:
+            with storage_errors(self.path), self.path.open("a", encoding="utf-8") as file:
+                failpoint("metrics")
+                file.write(json.dumps(row) + "\n")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Rows of a metrics file; a half-written last line is dropped."""
+    """Rows of a metrics file; lines that a kill or a power failure has damaged are dropped."""
     if not path.exists():
         return []
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
             rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return rows
+    return [row for row in rows if isinstance(row, dict) and "step" in row]
 
 
 def _memory_gib(device: torch.device) -> float:

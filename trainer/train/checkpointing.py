@@ -8,22 +8,23 @@ All of it goes into a temporary folder that appears under its name, step-N, only
 from __future__ import annotations
 
 import io
-import signal
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins.io import CheckpointIO
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from trainer.checkpoint.atomic import abandon_folder, begin_folder, commit_folder, prune, storage_error
+from trainer.checkpoint.atomic import abandon_folder, begin_folder, commit_folder, prune, storage_errors
 from trainer.checkpoint.failpoints import failpoint
 from trainer.checkpoint.rng import capture_rng, restore_rng
 from trainer.checkpoint.tensorfile import load_safetensors, save_safetensors
+from trainer.checkpoint.verify import read_manifest
 from trainer.checkpoint.write import (
     MODEL_FILE,
     CheckpointPayload,
@@ -34,9 +35,11 @@ from trainer.checkpoint.write import (
     write_payload_files,
 )
 from trainer.config import CheckpointConfig
-from trainer.errors import Interrupted
+from trainer.errors import DistributedError, NonFiniteError, TrainerError
 from trainer.logs import get_logger
+from trainer.train.callbacks import METRICS_FILE, read_metrics
 from trainer.train.lit_module import LitRWKV7
+from trainer.train.signals import StopSignals, interrupted
 from trainer.train.strategy import is_deepspeed
 
 __all__ = ["Checkpointing", "FolderCheckpointIO"]
@@ -51,13 +54,32 @@ class FolderCheckpointIO(CheckpointIO):
     """Lightning's checkpoint as a folder: weights and optimizer as safetensors, the small rest as plain values."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Write into the existing folder `path`."""
-        folder, rest = Path(path), dict(checkpoint)
-        weights = rest.pop("state_dict")
-        save_safetensors(folder / MODEL_FILE, {name.removeprefix(_PREFIX): tensor for name, tensor in weights.items()})
+        """Write into the existing folder `path`.
+
+        Args:
+            checkpoint: what Lightning saves.
+            path: the folder.
+            storage_options: a list that gets a failure. Only rank 0 comes here while the others wait for it in
+                Lightning's barrier: it has to get there too before it may fail.
+        """
+        try:
+            with storage_errors(Path(path)):
+                self._write(checkpoint, Path(path))
+        except TrainerError as err:
+            if storage_options is None:
+                raise
+            storage_options.append(err)
+
+    def _write(self, checkpoint: dict[str, Any], folder: Path) -> None:
+        rest = dict(checkpoint)
+        weights = {name.removeprefix(_PREFIX): tensor for name, tensor in rest.pop("state_dict").items()}
         optimizers = rest.pop("optimizer_states", [])
+        tensors: dict[str, Tensor] = {}
         if optimizers:
             tensors, rest["optimizer"] = _flatten_optimizer(optimizers[0])
+        _require_finite(checkpoint["global_step"], weights | tensors)
+        save_safetensors(folder / MODEL_FILE, weights)
+        if optimizers:
             save_safetensors(folder / _OPTIMIZER_FILE, tensors)
         failpoint("half")
         # torch.save to a path hides a full disk behind an error of its own.
@@ -85,7 +107,8 @@ def _flatten_optimizer(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[s
         f"state.{index}.{name}": value for index, entry in state["state"].items() for name, value in entry.items()
     }
     tensors |= {f"masters.{name}": value for name, value in state.get("masters", {}).items()}
-    return tensors, {"param_groups": state["param_groups"]}
+    # A fresh and a resumed optimizer hold the same entries in another order: equal states make equal files.
+    return dict(sorted(tensors.items())), {"param_groups": state["param_groups"]}
 
 
 def _unflatten_optimizer(tensors: dict[str, Tensor], rest: dict[str, Any]) -> dict[str, Any]:
@@ -100,8 +123,20 @@ def _unflatten_optimizer(tensors: dict[str, Tensor], rest: dict[str, Any]) -> di
     return state
 
 
+def _require_finite(step: int, tensors: Mapping[str, Tensor]) -> None:
+    bad = [n for n, x in tensors.items() if x.is_floating_point() and not bool(torch.isfinite(x).all())]
+    if bad:
+        raise NonFiniteError(
+            f"step {step}", "weights or moments are not finite, so it is not saved",
+            found=f"{len(bad)} tensors, first {bad[0]}", fix="lower model.lr_init and resume from the last checkpoint",
+        )  # fmt: skip
+
+
 class Checkpointing(Callback):
     """Saves step-N folders, keeps the newest, restores what Lightning does not, and ends a run on a signal.
+
+    A checkpoint that is due at a step after which Lightning validates is written after the validation:
+    Lightning would not repeat one that was cut short.
 
     Args:
         config: when and how many.
@@ -121,29 +156,59 @@ class Checkpointing(Callback):
     ) -> None:
         self.config, self.directory, self.resumed_from = config, directory, resumed_from
         self.config_digest, self.settings = config_digest, settings
+        self.signals = StopSignals()
+        """To be entered around the run."""
         self._saved_step = -1
         self._saved_at = time.monotonic()
+        self._is_due = False
         self._best: tuple[float, Path] | None = None
-        self._old_handlers: dict[int, Any] = {}
 
     # ---- restoring
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Lane and random states of this rank, after Lightning has restored the rest."""
         assert isinstance(pl_module, LitRWKV7)
-        self._install_handlers(pl_module)
+        module = pl_module
+        self.signals.wait_for_step(lambda number: setattr(module, "stop_signal", number))
         self._saved_at = time.monotonic()
+        if trainer.strategy.broadcast(str(self.resumed_from)) != str(self.resumed_from):
+            raise DistributedError("resume", "the ranks chose different checkpoints", found=str(self.resumed_from))
         if self.resumed_from is None:
             return
-        self._saved_step = trainer.global_step
-        tensors = read_checkpoint_tensors(self.resumed_from, rank_file(trainer.global_rank))
-        numbers = read_checkpoint_json(self.resumed_from, rank_file(trainer.global_rank, ".json"))
-        lanes = {name: tensor for name, tensor in tensors.items() if name.startswith("lane.")}
-        pl_module.lanes.restore(lanes, pl_module.run.trainer.microbatch_size, pl_module.device)
-        restore_rng({n: t for n, t in tensors.items() if n not in lanes}, numbers)
+        self._restore(trainer, pl_module, self.resumed_from)
+        if self.resumed_from.resolve().parent == self.directory.resolve():
+            self._saved_step = trainer.global_step
+            self._best = self._find_best()
         _logger.info("resumed from %s at step %d", self.resumed_from, trainer.global_step)
 
+    def _restore(self, trainer: pl.Trainer, module: LitRWKV7, folder: Path) -> None:
+        manifest, rank = read_manifest(folder), trainer.global_rank
+        lanes: dict[str, Tensor] = {}
+        for number in range(manifest.world_size):
+            tensors = read_checkpoint_tensors(folder, rank_file(number))
+            lanes |= {name: tensor for name, tensor in tensors.items() if name.startswith("lane.")}
+            if number == rank:
+                restore_rng(tensors, read_checkpoint_json(folder, rank_file(number, ".json")))
+        module.lanes.restore(lanes, module.device)
+        threads = manifest.extra.get("threads", torch.get_num_threads())
+        if module.device.type == "cpu" and threads != torch.get_num_threads():
+            text = "saved with %s CPU threads, resumed with %d: losses may differ in their last bits"
+            _logger.warning(text, threads, torch.get_num_threads())
+
+    def _find_best(self) -> tuple[float, Path] | None:
+        """The lowest validation loss so far whose checkpoint is still there."""
+        losses = [
+            (row["validation_loss"], step_folder(self.directory, row["step"]))
+            for row in read_metrics(self.directory / METRICS_FILE)
+            if row.get("validation_loss") is not None
+        ]
+        return min((pair for pair in losses if pair[1].is_dir()), default=None)
+
     # ---- saving
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        """Where tests end a run between gradient and update."""
+        failpoint("optimizer")
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, batch: object, batch_idx: int
@@ -151,13 +216,13 @@ class Checkpointing(Callback):
         """Save when it is time; on a signal save and leave."""
         assert isinstance(pl_module, LitRWKV7)
         failpoint("step")
-        step = trainer.global_step
-        by_steps = self.config.every_steps > 0 and step % self.config.every_steps == 0
-        if by_steps or self._is_minute_due(trainer) or pl_module.agreed_signal:
+        if trainer.world_size == 1:
+            pl_module.agreed_signal = pl_module.stop_signal
+        by_steps = self.config.every_steps > 0 and trainer.global_step % self.config.every_steps == 0
+        self._is_due = self._is_due or by_steps or self._is_minute_due(trainer)
+        if pl_module.agreed_signal or (self._is_due and not _validation_follows(trainer)):
             self.save(trainer, pl_module)
-        if pl_module.agreed_signal:
-            name = signal.Signals(pl_module.agreed_signal).name
-            raise Interrupted(name, f"saved step {step} and stopped", exit_code=128 + pl_module.agreed_signal)
+        self._leave_if_asked(trainer, pl_module)
 
     def _is_minute_due(self, trainer: pl.Trainer) -> bool:
         if self.config.every_minutes <= 0:
@@ -165,76 +230,123 @@ class Checkpointing(Callback):
         due = time.monotonic() - self._saved_at >= 60 * self.config.every_minutes
         return bool(trainer.strategy.broadcast(due))
 
+    def on_validation_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        """Let all ranks know of a signal; the rest of the validation is passed over."""
+        assert isinstance(pl_module, LitRWKV7)
+        if trainer.state.fn == "fit":
+            ranks = pl_module.gather_numbers([float(pl_module.stop_signal)])
+            pl_module.agreed_signal = int(max(number for (number,) in ranks))
+
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Keep the checkpoint with the lowest validation loss, if asked to."""
-        loss = trainer.callback_metrics.get("validation/loss")
-        if not self.config.best or trainer.sanity_checking or trainer.state.fn != "fit" or loss is None:
+        """Save what was put off, and the checkpoint with the lowest validation loss if asked to."""
+        assert isinstance(pl_module, LitRWKV7)
+        if trainer.state.fn != "fit" or trainer.sanity_checking:
             return
-        if self._best is None or float(loss) < self._best[0]:
+        if self.config.best and not pl_module.agreed_signal:
+            loss = float(trainer.callback_metrics["validation/loss"])
+            if self._best is None or loss < self._best[0]:
+                self._best, self._is_due = (loss, step_folder(self.directory, trainer.global_step)), True
+        if self._is_due or pl_module.agreed_signal:
             self.save(trainer, pl_module)
-            self._best = (float(loss), step_folder(self.directory, trainer.global_step))
+        self._leave_if_asked(trainer, pl_module)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The last step is always saved."""
-        self._restore_handlers()
+        assert isinstance(pl_module, LitRWKV7)
         if trainer.global_step > 0:
             self.save(trainer, pl_module)
+        _logger.info("finished at step %d: %d tokens trained", trainer.global_step, pl_module.progress["tokens"])
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Give the signals back."""
-        self._restore_handlers()
+    def _leave_if_asked(self, trainer: pl.Trainer, module: LitRWKV7) -> None:
+        if module.agreed_signal:
+            raise interrupted(module.agreed_signal, f"saved step {trainer.global_step} and stopped")
 
     def save(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Write the checkpoint of the current step, unless it is there already. All ranks call this."""
+        """Write the checkpoint of the current step, unless it is there already. All ranks call this.
+
+        Raises:
+            StorageError: it cannot be written; on every rank, if on any.
+            NonFiniteError: weights or moments are not finite.
+        """
         assert isinstance(module, LitRWKV7)
-        step = trainer.global_step
+        step, self._is_due = trainer.global_step, False
         if step == self._saved_step:
             return
-        target = step_folder(self.directory, step)
-        started = time.monotonic()
-        temp = Path(trainer.strategy.broadcast(str(begin_folder(target)) if trainer.is_global_zero else ""))
+        target, started = step_folder(self.directory, step), time.monotonic()
+        temp = Path(_on_rank_zero(trainer, lambda: str(begin_folder(target))))
         try:
-            self._write_rank(trainer, module, temp)
-            trainer.save_checkpoint(temp)
-            trainer.strategy.barrier("checkpoint written")
-        except OSError as err:
+            self._write(trainer, module, temp)
+        except BaseException:
             abandon_folder(temp)
-            raise storage_error(target, err) from err
-        if trainer.is_global_zero:
-            facts = CheckpointPayload(
-                world_size=trainer.world_size,
-                config_digest=self.config_digest,
-                extra={
-                    "settings": self.settings,
-                    "strategy": "deepspeed" if is_deepspeed(trainer.strategy) else "plain",
-                },
-            ).facts(step)
-            commit_folder(temp, target, facts)
-            prune(self.directory, self.config.keep, protect=[self._best[1]] if self._best else [])
-        trainer.strategy.barrier("checkpoint committed")
+            raise
+        _on_rank_zero(trainer, lambda: self._commit(temp, target, self._facts(trainer, step)))
         self._saved_step, self._saved_at = step, time.monotonic()
         _logger.info("saved %s (%.1f s)", target, self._saved_at - started)
 
-    def _write_rank(self, trainer: pl.Trainer, module: LitRWKV7, folder: Path) -> None:
+    def _write(self, trainer: pl.Trainer, module: LitRWKV7, folder: Path) -> None:
         tensors, numbers = capture_rng()
         tensors |= module.lanes.tensors()
         rank = trainer.global_rank
         payload = CheckpointPayload(tensors={rank_file(rank): tensors}, documents={rank_file(rank, ".json"): numbers})
-        write_payload_files(folder, payload)
+        failures: list[TrainerError] = []
+        try:
+            with storage_errors(folder):
+                write_payload_files(folder, payload)
+        except TrainerError as err:
+            failures.append(err)
+        _raise_together(trainer, failures)
+        if is_deepspeed(trainer.strategy):
+            _require_finite(trainer.global_step, _sharded_weights(module))
+            with storage_errors(folder):
+                trainer.save_checkpoint(folder)
+            return
+        trainer.save_checkpoint(folder, storage_options=failures)
+        _raise_together(trainer, failures)
 
-    # ---- signals
+    def _facts(self, trainer: pl.Trainer, step: int) -> dict[str, object]:
+        extra = {
+            "settings": self.settings,
+            "strategy": "deepspeed" if is_deepspeed(trainer.strategy) else "plain",
+            "threads": torch.get_num_threads(),
+        }
+        return CheckpointPayload(world_size=trainer.world_size, config_digest=self.config_digest, extra=extra).facts(
+            step
+        )
 
-    def _install_handlers(self, module: LitRWKV7) -> None:
-        def note(number: int, _frame: FrameType | None) -> None:
-            if module.stop_signal:
-                raise Interrupted(signal.Signals(number).name, "stopped at once, unsaved", exit_code=128 + number)
-            module.stop_signal = number
-            _logger.warning("%s: finishing the step, then saving; again = stop at once", signal.Signals(number).name)
+    def _commit(self, temp: Path, target: Path, facts: dict[str, object]) -> None:
+        commit_folder(temp, target, facts)
+        prune(self.directory, self.config.keep, protect=[self._best[1]] if self._best else [])
 
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            self._old_handlers[number] = signal.signal(number, note)
 
-    def _restore_handlers(self) -> None:
-        for number, handler in self._old_handlers.items():
-            signal.signal(number, handler)
-        self._old_handlers.clear()
+def _validation_follows(trainer: pl.Trainer) -> bool:
+    """Whether Lightning validates after this step. It has no public name for that."""
+    return bool(trainer.fit_loop.epoch_loop._should_check_val_fx(None))  # type: ignore[arg-type]
+
+
+def _sharded_weights(module: LitRWKV7) -> dict[str, Tensor]:
+    """This rank's part of the weights; ZeRO-3 leaves the parameters themselves empty."""
+    return {name: getattr(p, "ds_tensor", p) for name, p in module.model.named_parameters()}
+
+
+def _on_rank_zero(trainer: pl.Trainer, work: Callable[[], Any]) -> Any:
+    """What `work` returns on rank 0, or its error, on every rank."""
+    outcome: Any = None
+    if trainer.is_global_zero:
+        try:
+            outcome = work()
+        except TrainerError as err:
+            outcome = err
+    outcome = trainer.strategy.broadcast(outcome)
+    if isinstance(outcome, TrainerError):
+        raise outcome
+    return outcome
+
+
+def _raise_together(trainer: pl.Trainer, failures: list[TrainerError]) -> None:
+    """Raise on every rank what went wrong on any: one that went on alone would wait for the others for ever."""
+    if trainer.world_size > 1:
+        ranks: list[list[TrainerError]] = [[] for _ in range(trainer.world_size)]
+        dist.all_gather_object(ranks, failures)
+        failures = [failure for rank in ranks for failure in rank]
+    if failures:
+        raise failures[0]

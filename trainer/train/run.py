@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
+import logging
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from trainer.checkpoint.atomic import prepare_directory, sweep
+from trainer.checkpoint.atomic import prepare_directory, set_aside_newer, storage_errors, sweep
 from trainer.checkpoint.find import resolve_resume
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.read import peek_shape
@@ -25,7 +28,7 @@ from trainer.errors import ConfigError
 from trainer.logs import get_logger, mask_secrets
 from trainer.model.naming import ModelShape
 from trainer.ops.wkv7 import choose_backend
-from trainer.train.callbacks import MetricsFile, RunProgress, TokenLimit
+from trainer.train.callbacks import METRICS_FILE, MetricsFile, RunProgress, TokenLimit
 from trainer.train.checkpointing import Checkpointing, FolderCheckpointIO
 from trainer.train.lit_module import LitRWKV7
 from trainer.train.strategy import lightning_precision, make_strategy, weight_dtype
@@ -169,6 +172,13 @@ def _max_tokens(run: RunConfig, tokens_per_epoch: int) -> int:
     return min(limits, default=-1)
 
 
+def _quiet_lightning() -> None:
+    """Leave out Lightning's hints and reports of what our own lines say, and warnings that users cannot act on."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated")
+
+
 def execute(command: str, run: RunConfig, trainer_arguments: dict[str, Any]) -> None:
     """Run `fit` or `validate` to its end.
 
@@ -180,28 +190,42 @@ def execute(command: str, run: RunConfig, trainer_arguments: dict[str, Any]) -> 
     Raises:
         TrainerError: whatever a user can act on, with its exit code.
     """
+    _quiet_lightning()
     shape = resolve_shape(run)
     pl.seed_everything(run.seed, verbose=False)
     if torch.cuda.is_available():
         torch.set_float32_matmul_precision("high" if run.precision.startswith("bf16") else "highest")
     assert run.checkpoint.dir is not None
     directory = Path(run.checkpoint.dir)
-    resumed_from = resolve_resume(run.resume, directory)
     data = LanesDataModule(run, shape.vocab_size)
     if command == "validate":
-        _validate(run, shape, trainer_arguments, data, resumed_from)
+        _validate(run, shape, trainer_arguments, data, resolve_resume(run.resume, directory))
         return
-    prepare_directory(directory)
-    lock = RunLock(directory) if getattr(rank_zero_only, "rank", 0) == 0 else None
-    if lock is not None:
-        lock.acquire()
-    try:
-        if lock is not None:
+    with RunLock(directory) if _is_rank_zero() else contextlib.nullcontext():
+        if _is_rank_zero():
+            prepare_directory(directory, _checkpoint_bytes(run, shape))
             sweep(directory)
-        _fit(run, shape, trainer_arguments, data, directory, resumed_from)
-    finally:
-        if lock is not None:
-            lock.release()
+        _fit(run, shape, trainer_arguments, data, directory, resolve_resume(run.resume, directory))
+
+
+def _is_rank_zero() -> bool:
+    return getattr(rank_zero_only, "rank", 0) == 0
+
+
+def _checkpoint_bytes(run: RunConfig, shape: ModelShape) -> int:
+    """Room for one checkpoint: weights, both moments, and masters where they are kept apart."""
+    bytes_per_parameter = {torch.bfloat16: 2 + 4 + 8, torch.float32: 4 + 8, torch.float64: 8 + 16}
+    return shape.num_parameters() * bytes_per_parameter[weight_dtype(run.precision)]
+
+
+def _make_way(directory: Path, start: Path | None) -> None:
+    """Move checkpoints that this run does not build on, and a copy of their metrics, out of its way."""
+    is_here = start is not None and directory.resolve() in (start.parent.resolve(), start.resolve().parent)
+    aside = set_aside_newer(directory, read_manifest(start).step if start is not None and is_here else -1)
+    metrics = directory / METRICS_FILE
+    if aside is not None and metrics.exists():
+        with storage_errors(aside):
+            shutil.copy2(metrics, aside)
 
 
 def _fit(
@@ -216,7 +240,7 @@ def _fit(
     # The metrics line of a step is written before its checkpoint, so that a resumed run has every line.
     callbacks: list[pl.Callback] = [MetricsFile(directory), RunProgress(), checkpointing]
     if run.trainer.max_tokens > 0:
-        callbacks.append(TokenLimit(run.trainer.max_tokens))
+        callbacks.insert(0, TokenLimit(run.trainer.max_tokens))
     trainer = build_trainer(run, trainer_arguments, directory=directory, callbacks=callbacks)
     # All ranks may come here at once: the first builds, the others wait for its lock and find it done.
     data.prepare_data()
@@ -230,7 +254,14 @@ def _fit(
         if manifest.config_digest != _digest(run, shape):
             raise ConfigError("resume", "the checkpoint is of a model of other sizes", found=str(resumed_from))
         _say_changes(run, resumed_from)
-    trainer.fit(module, datamodule=data, ckpt_path=None if resumed_from is None else str(resumed_from))
+    if _is_rank_zero():
+        _make_way(directory, resumed_from)
+    start = None if resumed_from is None else read_manifest(resumed_from).step
+    with checkpointing.signals:
+        trainer.fit(module, datamodule=data, ckpt_path=None if resumed_from is None else str(resumed_from))
+    if trainer.global_step == start:
+        fix = "raise trainer.max_steps, max_tokens or max_epochs to go on"
+        _logger.info("nothing left to train: %s is the end of this run; %s", resumed_from, fix)
 
 
 def _validate(

@@ -1,0 +1,304 @@
+"""Planted faults: each breaks one thing. They run in a child before the trainer, named in `WarmParent.start`."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import resource
+import shutil
+import signal
+import time
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.checkpoint import atomic, tensorfile
+from trainer.data import lanes
+from trainer.data.lanes import Lanes
+from trainer.data.module import LanesDataModule
+from trainer.model.rwkv7 import RWKV7
+from trainer.train import callbacks, checkpointing
+from trainer.train.lane_states import LaneStates
+from trainer.train.lit_module import LitRWKV7
+from trainer.train.optim import MasterAdamW
+
+BAD_STEP = 5
+"""Step whose numbers go wrong, counted from 1."""
+
+
+# ---- what an exact resume needs
+
+
+def write_in_place() -> None:
+    """Checkpoints grow under their final name."""
+
+    def begin(target: Path) -> Path:
+        target.mkdir()
+        return target
+
+    checkpointing.begin_folder = begin
+    atomic._replace_folder = lambda temp, target: None
+
+
+def use_random_numbers() -> None:
+    """Training consumes random numbers, as dropout would."""
+    forward = RWKV7.forward
+
+    def noisy(self: RWKV7, *args: Any) -> Any:
+        hidden_BTC, state = forward(self, *args)
+        return hidden_BTC * (1 + 0.01 * torch.rand(())), state
+
+    RWKV7.forward = noisy
+
+
+def forget_random_state() -> None:
+    checkpointing.restore_rng = lambda tensors, numbers: None
+
+
+def forget_data_position() -> None:
+    LanesDataModule.seek = lambda self, position: None
+    Lanes.load_state_dict = lambda self, state: None
+
+
+def forget_lane_states() -> None:
+    LaneStates.restore = lambda self, tensors, device: None
+
+
+def forget_moments() -> None:
+    load = MasterAdamW.load_state_dict
+    MasterAdamW.load_state_dict = lambda self, state: load(self, {**state, "state": {}})
+
+
+def forget_masters() -> None:
+    """Masters start from the rounded weights."""
+    load = MasterAdamW.load_state_dict
+
+    def rounded(self: MasterAdamW, state: dict[str, Any]) -> None:
+        load(self, {**state, "masters": {n: x.bfloat16().float() for n, x in state["masters"].items()}})
+
+    MasterAdamW.load_state_dict = rounded
+
+
+def forget_counters() -> None:
+    load = LitRWKV7.on_load_checkpoint
+
+    def reset(self: LitRWKV7, checkpoint: dict[str, Any]) -> None:
+        load(self, checkpoint)
+        self.progress = dict.fromkeys(self.progress, 0)
+
+    LitRWKV7.on_load_checkpoint = reset
+
+
+def forget_weights() -> None:
+    load = checkpointing.FolderCheckpointIO.load_checkpoint
+
+    def fresh(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        checkpoint = load(self, *args, **kwargs)
+        checkpoint["state_dict"] = {name: x + 1e-3 for name, x in checkpoint["state_dict"].items()}
+        return checkpoint
+
+    checkpointing.FolderCheckpointIO.load_checkpoint = fresh
+
+
+# ---- numbers that are not finite
+
+
+def nan_loss() -> None:
+    """The second block's output is NaN in one chunk of step BAD_STEP, and whenever that chunk is run again."""
+    step = LitRWKV7.training_step
+
+    def poisoned(self: LitRWKV7, batch: Any, batch_idx: int) -> None:
+        hook = None
+        if self.global_step == BAD_STEP - 1:
+            bad = batch.microbatches[1].ids_BT[:, 16:32]
+
+            def spoil(module: Any, inputs: Any, output: Any) -> Any:
+                is_bad = self.seen_BT.shape == bad.shape and bool((self.seen_BT == bad).all())
+                return (output[0] * float("nan"), *output[1:]) if is_bad else output
+
+            note = self.model.emb.register_forward_pre_hook(lambda module, inputs: setattr(self, "seen_BT", inputs[0]))
+            hook = self.model.blocks[1].register_forward_hook(spoil)
+        step(self, batch, batch_idx)
+        if hook is not None:
+            hook.remove()
+            note.remove()
+
+    LitRWKV7.training_step = poisoned
+
+
+def infinite_gradient() -> None:
+    """One gradient of step BAD_STEP is infinite while the loss is finite."""
+    step = LitRWKV7.training_step
+
+    def poisoned(self: LitRWKV7, batch: Any, batch_idx: int) -> None:
+        hook = None
+        if self.global_step == BAD_STEP - 1:
+            weight = dict(self.model.named_parameters())["blocks.1.att.key.weight"]
+            hook = weight.register_hook(lambda gradient: gradient * float("inf"))
+        step(self, batch, batch_idx)
+        if hook is not None:
+            hook.remove()
+
+    LitRWKV7.training_step = poisoned
+
+
+def infinite_weight() -> None:
+    """The update of step BAD_STEP makes a weight infinite."""
+    update = MasterAdamW.step
+    done = []
+
+    def spoil(self: MasterAdamW, closure: Any = None) -> Any:
+        result = update(self, closure)
+        done.append(None)
+        if len(done) == BAD_STEP:
+            self._pairs[0][0].data.view(-1)[0] = float("inf")
+        return result
+
+    MasterAdamW.step = spoil
+
+
+# ---- kills, signals, clocks, folders
+
+
+def kill_in_backward(occurrence: str) -> None:
+    """Between the gradients of the head and of the blocks, in the k-th backward."""
+    forward, seen = RWKV7.forward, itertools.count(1)
+
+    def kill(_gradient: torch.Tensor) -> None:
+        if next(seen) == int(occurrence):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def watched(self: RWKV7, *args: Any) -> Any:
+        hidden_BTC, state = forward(self, *args)
+        if hidden_BTC.requires_grad:
+            hidden_BTC.register_hook(kill)
+        return hidden_BTC, state
+
+    RWKV7.forward = watched
+
+
+def _at_point(name: str, occurrence: int, action: Callable[[], object]) -> None:
+    """Do something when a failpoint is passed."""
+    seen = itertools.count(1)
+
+    def point(passed: str) -> None:
+        if passed == name and next(seen) == occurrence:
+            action()
+
+    for module in (atomic, callbacks, checkpointing, tensorfile):
+        module.failpoint = point
+
+
+def _send(number: str, times: str = "1") -> None:
+    for _ in range(int(times)):
+        os.kill(os.getpid(), int(number))
+
+
+def signal_at(name: str, occurrence: str, number: str, times: str = "1") -> None:
+    """Send this process a signal when a failpoint is passed."""
+    _at_point(name, int(occurrence), lambda: _send(number, times))
+
+
+def signal_in_model_building(number: str) -> None:
+    build = LitRWKV7.configure_model
+
+    def signalled(self: LitRWKV7) -> None:
+        _send(number)
+        build(self)
+
+    LitRWKV7.configure_model = signalled
+
+
+def signal_in_validation(number: str) -> None:
+    """In the first of the batches."""
+    validate, seen = LitRWKV7.validation_step, itertools.count(1)
+
+    def signalled(self: LitRWKV7, batch: Any, batch_idx: int) -> None:
+        if next(seen) == 1:
+            _send(number)
+        validate(self, batch, batch_idx)
+
+    LitRWKV7.validation_step = signalled
+
+
+def signal_in_data_wait(number: str) -> None:
+    """While the fifth step's data is awaited."""
+    ahead, seen = lanes._ahead, itertools.count(1)
+
+    def signalled(built: Any, data: Any) -> Iterator[Any]:
+        for item in ahead(built, data):
+            if next(seen) == 5:
+                _send(number)
+            yield item
+
+    lanes._ahead = signalled
+
+
+def minutes_pass() -> None:
+    """Each step takes half a minute."""
+    start = checkpointing.time.monotonic()
+    step = LitRWKV7.training_step
+    passed = [0.0]
+    checkpointing.time = types.SimpleNamespace(monotonic=lambda: start + passed[0])
+
+    def slow(self: LitRWKV7, batch: Any, batch_idx: int) -> None:
+        step(self, batch, batch_idx)
+        passed[0] += 30
+
+    LitRWKV7.training_step = slow
+
+
+def year_2038() -> None:
+    """The wall clock is beyond 32 bits."""
+    now = time.time
+    time.time = lambda: now() + 0x7FFFFFFF
+
+
+def two_threads() -> None:
+    torch.set_num_threads(2)
+
+
+def closed_output() -> None:
+    """Nobody reads stdout and stderr, as after `| head -1`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, 1)
+    os.dup2(writer, 2)
+
+
+def folder_vanishes(point: str, occurrence: str, folder: str) -> None:
+    """Someone deletes the checkpoint folder while the run is on."""
+    _at_point(point, int(occurrence), lambda: shutil.rmtree(folder))
+
+
+def small_files(limit: str) -> None:
+    """No file can grow beyond `limit` bytes: writes fail in the middle."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
+
+
+def little_room(limit: str) -> None:
+    """The disk has only `limit` bytes left."""
+    atomic._free_bytes = lambda path: int(limit)
+
+
+def unprivileged() -> None:
+    """Root may write anywhere: be somebody else."""
+    if os.getuid() == 0:
+        os.setgid(65534)
+        os.setuid(65534)
+
+
+def losses_of_validation(*values: str) -> None:
+    """Validation losses as given, the last one for good."""
+    found = list(values)
+    log = LitRWKV7.log
+
+    def scripted(self: LitRWKV7, name: str, value: Any, **options: Any) -> None:
+        if name == "validation/loss":
+            value = float(found[min(self.trainer.current_epoch, len(found) - 1)])
+        log(self, name, value, **options)
+
+    LitRWKV7.log = scripted
