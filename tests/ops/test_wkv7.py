@@ -342,27 +342,27 @@ def test_choice_of_backend():
         wkv7(r, r, r, r, r, r, backend="cuda")
 
 
-def time_s(call: Callable[[], object]) -> float:
-    """Shortest of five runs: other programs only make it longer."""
-    times = []
-    for _ in range(5):
-        begin = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - begin)
-    return min(times)
+def processor_s(call: Callable[[], object]) -> float:
+    begin = time.process_time()
+    call()
+    return time.process_time() - begin
 
 
 @pytest.mark.slow
 def test_speed():
+    """Forward and backward of one row of 2048 tokens, which two threads must do in 0.4 s, 20 times faster than the loop.
+
+    Here one thread does it: its processor time is the same on an idle and on a busy machine. A second thread halves
+    the time of the products, not that of the loop, so 10 times here are 20 there.
+    """
     case = draw(2048, resets="chunk_border", batch=1, heads=12, size=64).to(torch.float32)
+    part = draw(512, resets="chunk_border", batch=1, heads=12, size=64).to(torch.float32)
     threads = torch.get_num_threads()
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     try:
-        chunked = time_s(lambda: run(case, "chunked"))
-        begin = time.perf_counter()
-        run(case, "reference")
-        reference = time.perf_counter() - begin
+        chunked = min(processor_s(lambda: run(case, "chunked")) for _ in range(10))
+        reference = 4 * min(processor_s(lambda: run(part, "reference")) for _ in range(2))
     finally:
         torch.set_num_threads(threads)
     assert chunked <= 0.40
-    assert reference >= 20 * chunked
+    assert reference >= 10 * chunked
