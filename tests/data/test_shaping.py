@@ -68,6 +68,35 @@ def test_packed_rows_train_each_pair_once_with_a_reset_at_each_start(world_size)
     assert resets == len(sizes)
 
 
+@pytest.mark.parametrize("ahead", [0, 4])
+@pytest.mark.parametrize("stop", [1, 5])
+def test_packed_rows_resume_exactly(stop, ahead):
+    sizes = np.random.default_rng(6).integers(2, 60, 80)
+    store = FlatStore("x", [np.arange(sizes.sum()).astype(np.int32)], sizes)
+    data = DataConfig(batching="documents", packing_enable=True, dataloader_prefetch_factor=ahead)
+
+    def lanes(world_size, rank):
+        plan = LanePlan(world_size=world_size, rank=rank, rows_per_step=4, microbatch_size=2, ctx_len=32, seed=1)
+        return Lanes(store, data, plan)
+
+    def tokens(step):
+        return sorted(row.tolist() for batch in step.microbatches for row in batch.ids_BT[:, :1].flatten()[:, None])
+
+    whole = [tokens(step) for step in lanes(1, 0)]
+    first = lanes(1, 0)
+    for number, _ in enumerate(first, 1):
+        if number == stop:
+            break
+    rest = []
+    for rank in (0, 1):
+        resumed = lanes(2, rank)
+        resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        rest.append([tokens(step) for step in resumed])
+    assert [sorted(a + b) for a, b in zip(*rest, strict=True)] == whole[stop:]
+    with pytest.raises(ConfigError, match="data.packing_enable"):
+        Lanes(store, dataclasses.replace(data, packing_chunksize=64), first.plan).load_state_dict(first.state_dict())
+
+
 def record_batches(sizes, per_batch):
     ids = np.arange(sum(sizes)).astype(np.int32)
     parts = np.split(ids, np.cumsum(sizes)[:-1])

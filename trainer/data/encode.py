@@ -31,7 +31,17 @@ from trainer.errors import DataError, StorageError
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["VERSION", "EncodedBatch", "EncodedFile", "Encoder", "encode_records", "encoded_schema"]
+__all__ = [
+    "VERSION",
+    "EncodedBatch",
+    "EncodedFile",
+    "Encoder",
+    "encode_records",
+    "encoded_schema",
+    "flat_array",
+    "list_array",
+    "skip_prefixes",
+]
 
 VERSION = 2
 """Raise it when the ids or masks of any document change; prepared data sets are then rebuilt."""
@@ -214,11 +224,25 @@ def _trained_targets(batch: EncodedBatch) -> np.ndarray:
 def _as_arrow(batch: EncodedBatch, first: int, schema: pa.Schema) -> pa.RecordBatch:
     import pyarrow as pa
 
-    offsets = pa.array(np.concatenate([[0], np.cumsum(batch.sizes)]), pa.int64())
+    offsets = np.concatenate([[0], np.cumsum(batch.sizes)])
     values = [batch.ids] if batch.mask is None else [batch.ids, batch.mask]
-    lists = [pa.LargeListArray.from_arrays(offsets, pa.array(flat)) for flat in values]
-    numbers = pa.array(np.arange(first, first + len(batch.sizes)), pa.int64())
-    return pa.record_batch([*lists, numbers], schema=schema)
+    numbers = flat_array(np.arange(first, first + len(batch.sizes)))
+    return pa.record_batch([*(list_array(offsets, flat) for flat in values), numbers], schema=schema)
+
+
+def flat_array(values: np.ndarray) -> pa.Array:
+    """An Arrow array of integers, without a copy; pyarrow's own conversion imports pandas, which takes a second."""
+    import pyarrow as pa
+
+    values = np.ascontiguousarray(values)
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
+
+
+def list_array(offsets: np.ndarray, values: np.ndarray) -> pa.LargeListArray:
+    """An Arrow array of lists of integers; `offsets` are int64 [lists + 1]."""
+    import pyarrow as pa
+
+    return pa.LargeListArray.from_arrays(flat_array(offsets.astype(np.int64)), flat_array(values))
 
 
 def _encoded(batches: Iterable[SourceBatch], encoder: Encoder, num_proc: int) -> Iterator[tuple[int, EncodedBatch]]:

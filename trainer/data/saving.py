@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainer.data.encode import EncodedFile, skip_prefixes
+from trainer.data.encode import EncodedFile, encoded_schema, flat_array, list_array, skip_prefixes
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -55,11 +55,9 @@ class SplitWriter:
 
     def write(self, parts: list[Part], folder: Path) -> None:
         """Write one split as shards of at most about 500 MB, with the metadata of `datasets`."""
-        import datasets
         import pyarrow as pa
 
-        features = self._features()
-        schema = features.arrow_schema
+        schema = self._schema()
         bytes_per_token = np.dtype(self.dtype).itemsize + self.has_mask
         total = sum(part.num_tokens for part in parts) * bytes_per_token
         num_shards = max(1, -(-total // _SHARD_BYTES))
@@ -74,7 +72,8 @@ class SplitWriter:
                     writer.write_batch(pending)
                     written += len(pending.column(0).values) * bytes_per_token
                     pending = next(batches, None)
-        datasets.DatasetInfo(features=features).write_to_directory(str(folder))
+        info = {"citation": "", "description": "", "features": self._features(), "homepage": "", "license": ""}
+        (folder / "dataset_info.json").write_text(json.dumps(info, indent=2), "utf-8")
         state: dict[str, Any] = {
             "_data_files": [{"filename": name} for name in names],
             "_fingerprint": folder.name,
@@ -86,18 +85,26 @@ class SplitWriter:
         }
         (folder / "state.json").write_text(json.dumps(state, indent=2), "utf-8")
 
-    def _features(self) -> Any:
-        import datasets
-
+    def _features(self) -> dict[str, Any]:
+        """The columns in the words of `datasets`, whose import alone would take a second."""
+        kinds = {"input_ids": np.dtype(self.dtype).name, "loss_mask": "uint8"}
         features: dict[str, Any] = {
-            "input_ids": datasets.LargeList(datasets.Value(np.dtype(self.dtype).name)),
+            name: {"feature": {"dtype": kinds[name], "_type": "Value"}, "_type": "LargeList"}
+            for name in (["input_ids", "loss_mask"] if self.has_mask else ["input_ids"])
         }
-        if self.has_mask:
-            features["loss_mask"] = datasets.LargeList(datasets.Value("uint8"))
-        features["doc_id"] = datasets.Value("int64")
+        features["doc_id"] = {"dtype": "int64", "_type": "Value"}
         if self.has_source:
-            features["source_id"] = datasets.Value("int32")
-        return datasets.Features(features)
+            features["source_id"] = {"dtype": "int32", "_type": "Value"}
+        return features
+
+    def _schema(self) -> pa.Schema:
+        import pyarrow as pa
+
+        fields = list(encoded_schema(self.dtype, self.has_mask))
+        if self.has_source:
+            fields.append(pa.field("source_id", pa.int32()))
+        metadata = {"huggingface": json.dumps({"info": {"features": self._features()}})}
+        return pa.schema(fields, metadata=metadata)
 
     def _batches(self, part: Part, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         chosen = _chosen_batches(part)
@@ -111,12 +118,18 @@ class SplitWriter:
         columns = {name: batch.column(name) for name in batch.schema.names}
         if self.has_mask and "loss_mask" not in columns:
             ids = columns["input_ids"]
-            ones = pa.array(np.ones(len(ids.flatten()), np.uint8))
-            lengths = np.concatenate([[0], np.cumsum(_lengths(ids))])
-            columns["loss_mask"] = pa.LargeListArray.from_arrays(pa.array(lengths, pa.int64()), ones)
+            offsets = np.concatenate([[0], np.cumsum(_lengths(ids))])
+            columns["loss_mask"] = list_array(offsets, np.ones(int(offsets[-1]), np.uint8))
         if self.has_source:
-            columns["source_id"] = pa.array(np.full(batch.num_rows, part.source_id, np.int32))
+            columns["source_id"] = flat_array(np.full(batch.num_rows, part.source_id, np.int32))
         return pa.record_batch([columns[name] for name in schema.names], schema=schema)
+
+
+def _bool_array(values: np.ndarray) -> pa.Array:
+    import pyarrow as pa
+
+    packed = np.packbits(values, bitorder="little")
+    return pa.Array.from_buffers(pa.bool_(), len(values), [None, pa.py_buffer(packed)])
 
 
 def _lengths(lists: pa.LargeListArray) -> np.ndarray:
@@ -139,7 +152,7 @@ def _chosen_batches(part: Part) -> Iterator[pa.RecordBatch]:
                 wanted = is_chosen[row : row + batch.num_rows]
                 row += batch.num_rows
                 if wanted.any():
-                    yield batch if wanted.all() else batch.filter(pa.array(wanted))
+                    yield batch if wanted.all() else batch.filter(_bool_array(wanted))
         return
     with pa.memory_map(str(part.file.path)) as source:
         table = pa.ipc.open_stream(source).read_all()
@@ -178,11 +191,11 @@ def _as_blocks(flat: list[np.ndarray], size: int, prefix_skip: int, has_mask: bo
 
     ids, documents, mask = flat
     starts = np.arange(0, len(ids), size)
-    offsets = pa.array(np.append(starts, len(ids)), pa.int64())
-    columns = {"input_ids": pa.LargeListArray.from_arrays(offsets, pa.array(ids))}
+    offsets = np.append(starts, len(ids))
+    columns = {"input_ids": list_array(offsets, ids)}
     if has_mask:
         mask = mask.copy()
-        skip_prefixes(mask, np.diff(np.append(starts, len(ids))), prefix_skip)
-        columns["loss_mask"] = pa.LargeListArray.from_arrays(offsets, pa.array(mask))
-    columns["doc_id"] = pa.array(documents[starts])
+        skip_prefixes(mask, np.diff(offsets), prefix_skip)
+        columns["loss_mask"] = list_array(offsets, mask)
+    columns["doc_id"] = flat_array(documents[starts])
     return pa.record_batch(columns)

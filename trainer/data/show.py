@@ -59,7 +59,8 @@ def sample_text(store: TokenStore, tokenizer: Tokenizer, document: int, most_tok
     runs = _runs(store, document, min(size, most_tokens))
     num_trained = sum(len(part) for part, trained in runs if trained)
     shown = "" if size <= most_tokens else f" of the first {most_tokens:,}"
-    text = Text(f"▶ document {document}: {size:,} tokens, {num_trained:,} trained{shown}\n", _MARK)
+    text = Text()
+    text.append(f"▶ document {document}: {size:,} tokens, {num_trained:,} trained{shown}\n", _MARK)
     for part, trained in runs:
         text.append(_decode(tokenizer, part), _TRAINED if trained else _CONTEXT)
     if size > most_tokens:

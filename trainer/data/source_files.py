@@ -205,7 +205,7 @@ def _decode(file: Path, place: str, content: bytes, encoding: str) -> str:
     try:
         return content.decode(encoding)
     except UnicodeDecodeError as error:
-        raise _not_decodable(file, place, encoding, error) from None
+        raise _not_decodable(file, f"{place}, byte {error.start} of it,", encoding, error) from None
     except LookupError:
         raise DataError("data.source_dataset_params.encoding", "is unknown", found=encoding) from None
 

@@ -196,11 +196,11 @@ class SubsetStore:
     @functools.cached_property
     def num_trained_tokens(self) -> int:
         """Tokens that are trained as targets."""
-        num = 0
-        for document, size in enumerate(self.sizes.tolist()):
-            mask = self.loss_mask(document, 1, size)
-            num += max(size - 1, 0) if mask is None else int(np.count_nonzero(mask))
-        return num
+        num = self.num_tokens - int((self.sizes > 0).sum())
+        if self.num_documents == 0 or self.loss_mask(0, 0, 1) is None:
+            return num
+        masks = (self.loss_mask(document, 1, size) for document, size in enumerate(self.sizes.tolist()))
+        return sum(int(np.count_nonzero(mask)) for mask in masks if mask is not None)
 
     @functools.cached_property
     def digest(self) -> str:
