@@ -189,8 +189,8 @@ def test_broken_tokenizer_file_is_named(tmp_path):
 
 
 def test_unknown_name_lists_what_is_known():
-    with pytest.raises(ConfigError, match="data.tokenizer.*'neox'.*world, byte, or the path"):
-        get_tokenizer("neox")
+    with pytest.raises(ConfigError, match="data.tokenizer.*'neo'.*world, byte, the path"):
+        get_tokenizer("neo")
 
 
 @pytest.mark.slow
@@ -208,3 +208,19 @@ def test_folder_without_tokenizer_json_runs_no_code(tmp_path):
     with pytest.raises(ConfigError, match="hostile"):
         get_tokenizer(str(hostile))
     assert not (tmp_path / "canary").exists()
+
+
+def test_tokenizers_of_the_hub_come_from_its_cache(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ConfigError, match="hf download EleutherAI/gpt-neox-20b tokenizer.json"):
+        get_tokenizer("neox")
+    folder = tmp_path / "models--EleutherAI--gpt-neox-20b"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("abc")
+    (folder / "snapshots" / "abc").mkdir(parents=True)
+    core = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "hello": 1}, unk_token="[UNK]"))
+    core.save(str(folder / "snapshots" / "abc" / "tokenizer.json"))
+    for name in ("neox", "EleutherAI/gpt-neox-20b"):
+        assert get_tokenizer(name).encode("hello") == [1]

@@ -224,12 +224,6 @@ def _map_tokenizer(mapping: _Mapping) -> None:
     if not mapping.has("data.tokenizer"):
         return
     name = mapping.get("data.tokenizer")
-    if name == "neox":
-        raise ConfigError(
-            mapping.where("data.tokenizer"),
-            "neox is not built in",
-            fix="download the GPT-NeoX tokenizer and give the path of its folder",
-        )
     if name == "binidx":
         mapping.is_older = True
         mapping.take("data.tokenizer")

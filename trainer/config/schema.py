@@ -96,7 +96,7 @@ class DataConfig:
     skip_datapath_setup: bool = False
     """Use data_path as it is; never build or check it against the source."""
     tokenizer: str = "world"
-    """world (RWKV vocabulary of 2023-04-24), byte (0 = end of document, else byte + 1), or a path of a local Hugging Face tokenizer."""
+    """world (RWKV vocabulary of 2023-04-24), byte (0 = end of document, else byte + 1), neox, the path of a local Hugging Face tokenizer, or the name of one that is in the local cache of the Hub."""
     world_add_endoftext_token: bool = True
     """Let the text `<|endoftext|>` encode to token 0 with the world tokenizer."""
     append_end_of_document: bool = True

@@ -13,6 +13,7 @@ import codecs
 import functools
 import hashlib
 import importlib.util
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -41,6 +42,7 @@ VERSION = 1
 """Raise it when the ids of any text change; prepared data sets are then rebuilt."""
 
 END_OF_TEXT = "<|endoftext|>"
+_SHORT_NAMES = {"neox": "EleutherAI/gpt-neox-20b"}
 _WORLD_VOCAB_SIZE = 65536
 _WORLD_SHA256 = "e6dee3d4e31b4d5c40ac99508ac6c701ceef4bed681bf2167ce9a908552bca89"
 _WORLD_FILES = (
@@ -85,7 +87,8 @@ def get_tokenizer(name: str, *, world_add_endoftext_token: bool = True) -> Token
     """The tokenizer of `data.tokenizer`.
 
     Args:
-        name: `world`, `byte`, or the path of a local Hugging Face tokenizer (folder or tokenizer.json).
+        name: `world`, `byte`, the path of a local Hugging Face tokenizer (folder or tokenizer.json), the name of one
+            in the local cache of the Hub, or `neox`, short for EleutherAI/gpt-neox-20b.
         world_add_endoftext_token: let the text `<|endoftext|>` encode to 0 with the world tokenizer.
 
     Raises:
@@ -103,12 +106,28 @@ def _cached_tokenizer(name: str, world_add_endoftext_token: bool) -> Tokenizer:
     path = Path(name).expanduser()
     if path.exists():
         return HuggingFaceTokenizer(path)
+    cached = _in_hub_cache(_SHORT_NAMES.get(name, name))
+    if cached is not None:
+        return HuggingFaceTokenizer(cached)
     raise ConfigError(
         "data.tokenizer",
         "is no built-in tokenizer and no local path",
         found=name,
-        rule="world, byte, or the path of a folder that holds tokenizer.json",
+        rule="world, byte, the path of a folder that holds tokenizer.json, or a name in the local cache of the Hub",
+        fix=f"hf download {_SHORT_NAMES.get(name, name)} tokenizer.json"
+        if name in _SHORT_NAMES or "/" in name
+        else None,
     )
+
+
+def _in_hub_cache(name: str) -> Path | None:
+    """tokenizer.json of a model of the Hugging Face Hub, if it was downloaded before; never asks the network."""
+    if not re.fullmatch(r"[\w][\w.-]*/[\w][\w.-]*", name):
+        return None
+    import huggingface_hub
+
+    found = huggingface_hub.try_to_load_from_cache(name, "tokenizer.json")
+    return Path(found) if isinstance(found, str) else None
 
 
 def _utf8(text: str) -> bytes:
