@@ -17,7 +17,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.io import CheckpointIO
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
 
 from trainer.checkpoint.atomic import abandon_folder, begin_folder, commit_folder, prune, storage_errors
@@ -132,11 +132,11 @@ def _require_finite(step: int, tensors: Mapping[str, Tensor]) -> None:
         )  # fmt: skip
 
 
-class Checkpointing(Callback):
+class Checkpointing(Checkpoint):
     """Saves step-N folders, keeps the newest, restores what Lightning does not, and ends a run on a signal.
 
     A checkpoint that is due at a step after which Lightning validates is written after the validation:
-    Lightning would not repeat one that was cut short.
+    Lightning would not repeat one that was cut short. As a `Checkpoint` it comes after all other callbacks.
 
     Args:
         config: when and how many.
@@ -216,13 +216,12 @@ class Checkpointing(Callback):
         """Save when it is time; on a signal save and leave."""
         assert isinstance(pl_module, LitRWKV7)
         failpoint("step")
-        if trainer.world_size == 1:
-            pl_module.agreed_signal = pl_module.stop_signal
-        by_steps = self.config.every_steps > 0 and trainer.global_step % self.config.every_steps == 0
-        self._is_due = self._is_due or by_steps or self._is_minute_due(trainer)
-        if pl_module.agreed_signal or (self._is_due and not _validation_follows(trainer)):
-            self.save(trainer, pl_module)
-        self._leave_if_asked(trainer, pl_module)
+        step = trainer.global_step
+        by_steps = self.config.every_steps > 0 and step % self.config.every_steps == 0
+        # Later, in on_train_end, Lightning has counted the epoch as done, even if it has steps left.
+        is_last = trainer.should_stop or 0 < trainer.max_steps <= step
+        self._is_due = self._is_due or by_steps or is_last or self._is_minute_due(trainer)
+        self._save_or_leave(trainer, pl_module, is_due=self._is_due and not _validation_follows(trainer))
 
     def _is_minute_due(self, trainer: pl.Trainer) -> bool:
         if self.config.every_minutes <= 0:
@@ -246,19 +245,22 @@ class Checkpointing(Callback):
             loss = float(trainer.callback_metrics["validation/loss"])
             if self._best is None or loss < self._best[0]:
                 self._best, self._is_due = (loss, step_folder(self.directory, trainer.global_step)), True
-        if self._is_due or pl_module.agreed_signal:
-            self.save(trainer, pl_module)
-        self._leave_if_asked(trainer, pl_module)
+        self._save_or_leave(trainer, pl_module, is_due=self._is_due)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """The last step is always saved."""
+        """The last step is always saved, whatever has ended the run."""
         assert isinstance(pl_module, LitRWKV7)
         if trainer.global_step > 0:
             self.save(trainer, pl_module)
         _logger.info("finished at step %d: %d tokens trained", trainer.global_step, pl_module.progress["tokens"])
 
-    def _leave_if_asked(self, trainer: pl.Trainer, module: LitRWKV7) -> None:
+    def _save_or_leave(self, trainer: pl.Trainer, module: LitRWKV7, *, is_due: bool) -> None:
+        if is_due:
+            self.save(trainer, module)
+        if trainer.world_size == 1:
+            module.agreed_signal = module.stop_signal
         if module.agreed_signal:
+            self.save(trainer, module)
             raise interrupted(module.agreed_signal, f"saved step {trainer.global_step} and stopped")
 
     def save(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:

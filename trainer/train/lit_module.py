@@ -205,7 +205,7 @@ class LitRWKV7(pl.LightningModule):
         if not norm < float("inf"):
             bad = [name for name, grad in inner.gradients().items() if not bool(torch.isfinite(grad).all())]
             raise NonFiniteError(
-                f"step {self.global_step}",
+                f"step {self.global_step + 1}",
                 "the gradient is not finite",
                 found=f"{len(bad)} tensors, first {bad[:1]}",
                 fix="lower model.lr_init or model.grad_clip, or look at the data of this step; the weights are unchanged",
@@ -262,11 +262,13 @@ class LitRWKV7(pl.LightningModule):
         values = torch.stack(result.losses).tolist() if result.losses else []
         bad = [label for label, value in zip(result.labels, values, strict=True) if not abs(value) < float("inf")]
         if not bad:
-            raise NonFiniteError(f"step {self.global_step}", "the loss is not finite on another rank; see its message")
+            raise NonFiniteError(
+                f"step {self.global_step + 1}", "the loss is not finite on another rank; see its message"
+            )
         micro, chunk = min(bad)
         layer = self._first_bad_layer(batch, micro, chunk)
         raise NonFiniteError(
-            f"step {self.global_step}, micro-batch {micro}, chunk {chunk}",
+            f"step {self.global_step + 1}, micro-batch {micro}, chunk {chunk}",
             "the loss is not finite",
             found=f"first non-finite output in {layer}",
             fix="lower model.lr_init or model.grad_clip, or look at the data of this step; the weights are unchanged",

@@ -106,7 +106,7 @@ def build_trainer(
         "callbacks": [*callbacks, *(trainer_arguments.get("callbacks") or [])],
         "plugins": [*(trainer_arguments.get("plugins") or []), *([] if uses_deepspeed else [FolderCheckpointIO()])],
         "logger": trainer_arguments.get("logger") or False,
-        "enable_checkpointing": False,
+        "enable_checkpointing": any(isinstance(callback, Checkpointing) for callback in callbacks),
         "enable_model_summary": False,
         "use_distributed_sampler": False,
         "num_sanity_val_steps": 0,
@@ -237,10 +237,9 @@ def _fit(
     resumed_from: Path | None,
 ) -> None:
     checkpointing = Checkpointing(run.checkpoint, directory, _digest(run, shape), _settings(run), resumed_from)
-    # The metrics line of a step is written before its checkpoint, so that a resumed run has every line.
     callbacks: list[pl.Callback] = [MetricsFile(directory), RunProgress(), checkpointing]
     if run.trainer.max_tokens > 0:
-        callbacks.insert(0, TokenLimit(run.trainer.max_tokens))
+        callbacks.append(TokenLimit(run.trainer.max_tokens))
     trainer = build_trainer(run, trainer_arguments, directory=directory, callbacks=callbacks)
     # All ranks may come here at once: the first builds, the others wait for its lock and find it done.
     data.prepare_data()

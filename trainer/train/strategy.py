@@ -168,7 +168,7 @@ def check_gradients(module: LitRWKV7) -> None:
     bad = [rank for rank, (flag,) in enumerate(ranks) if flag != 0]
     if bad:
         raise NonFiniteError(
-            f"step {module.global_step}",
+            f"step {module.global_step + 1}",
             "the gradient is not finite",
             found=f"on rank {bad[0]}",
             fix="lower model.lr_init or model.grad_clip, or look at the data of this step; the weights are unchanged",
