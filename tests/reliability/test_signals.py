@@ -1,0 +1,66 @@
+"""Signals: the step is finished, saved, and the exit code says what happened."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+from harness import checkpoints
+
+TERM, INT, USR1 = int(signal.SIGTERM), int(signal.SIGINT), int(signal.SIGUSR1)
+CODES = {TERM: 143, INT: 130, USR1: 143}
+
+
+@pytest.mark.parametrize(
+    ("fault", "number", "step"),
+    [
+        ("signal_at:metrics:3", TERM, 3),
+        ("signal_at:step:3", USR1, 3),
+        ("signal_at:optimizer:3", INT, 3),
+        ("signal_at:half:7", TERM, 4),  # in a tensor file of the second save
+        ("signal_at:renamed:2", USR1, 4),
+        ("signal_in_data_wait", TERM, 5),
+        ("signal_at:optimizer:11", TERM, 11),  # the last step
+    ],
+)
+def test_the_step_is_finished_and_saved(truth, another, fault, number, step):
+    output = another.fit(code=CODES[number], faults=(f"{fault}:{number}",))
+    name = signal.Signals(number).name
+    assert f"{name}: finishing the step" in output
+    assert f"{name}: saved step {step} and stopped" in output
+    assert checkpoints(another.run)[-1].name == f"step-{step}"
+    assert [row["step"] for row in another.record().rows] == list(range(1, step + 1))
+    another.fit()
+    assert another.record().differences(truth.record) == []
+
+
+def test_a_validation_is_cut_short(truth, another):
+    """Its loss is not recorded, since it would be that of a part; training goes on as if nothing had been."""
+    another.fit(code=143, faults=(f"signal_in_validation:{TERM}",))
+    assert checkpoints(another.run)[-1].name == f"step-{truth.edge}"
+    another.fit()
+    found = another.record()
+    found.validation.insert(0, truth.record.validation[0])
+    assert found.differences(truth.record) == []
+
+
+def test_before_the_first_step_there_is_nothing_to_save(another):
+    output = another.fit(code=143, faults=(f"signal_in_model_building:{TERM}",))
+    assert "SIGTERM: stopped before the first step" in output
+    assert not another.run.exists()
+
+
+def test_the_second_signal_ends_the_run_at_once(truth, another):
+    started = time.monotonic()
+    output = another.fit(code=143, faults=(f"signal_at:half:6:{TERM}:2",))
+    assert time.monotonic() - started < 10
+    assert "SIGTERM: stopped at once, unsaved" in output
+    assert [path.name for path in checkpoints(another.run)] == ["step-2"]
+    another.fit()
+    assert another.record().differences(truth.record) == []
+
+
+def test_a_closed_output_does_not_end_the_run(truth, another):
+    another.fit(faults=("closed_output",))
+    assert another.record().differences(truth.record) == []
