@@ -1,7 +1,7 @@
 """Time, memory and error of the WKV-7 operators on a GPU.
 
     python benchmarks/ops.py [--shapes 1,4096,32 8,4096,12] [--backends cuda cuda_sequential chunked] [--json out.json]
-                             [--warps 1 2 4]
+                             [--warps 1 2 4] [--pieces 1 4 8] [--workspace 48 96 192]
 
 Times are GPU times by CUDA events, the median of repeated calls on inputs that rotate through more than 256 MB; the
 queue is held back before every timed call, so that gaps between launches do not count. Before it is timed, a backend
@@ -11,11 +11,13 @@ has to agree with a token loop in float64. "bar" is the goal for forward and bac
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import json
 import math
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -128,6 +130,21 @@ def measure(backend: str, shape: tuple[int, int, int], repeats: int) -> dict:
     }  # fmt: skip
 
 
+@contextlib.contextmanager
+def tuned(warps: int | None, pieces: int | None, workspace: int | None) -> Iterator[None]:
+    """The tensor-core kernels with other choices than their own; None: their own. `workspace` in MiB."""
+    names = ("_warps", "_PIECES", "_WORKSPACE_BYTES")
+    own = {name: getattr(cuda_chunked, name) for name in names}
+    chosen = (warps and (lambda _: warps), pieces, workspace and workspace << 20)
+    for name, value in zip(names, chosen, strict=True):
+        setattr(cuda_chunked, name, value or own[name])
+    try:
+        yield
+    finally:
+        for name, value in own.items():
+            setattr(cuda_chunked, name, value)
+
+
 def print_kernels(backend: str, shape: tuple[int, int, int]) -> None:
     """GPU time of each kernel in one forward and backward pass."""
     batch, _, heads = shape
@@ -171,6 +188,8 @@ def main() -> int:
     parser.add_argument(
         "--warps", type=int, nargs="+", help="time the scan with these warps per block instead of its own"
     )
+    parser.add_argument("--pieces", type=int, nargs="+", help="and with at least this many pieces of a row in turn")
+    parser.add_argument("--workspace", type=int, nargs="+", help="and with this working memory in MiB")
     parser.add_argument("--kernels", action="store_true", help="also print the time of every kernel")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json", type=Path)
@@ -183,22 +202,21 @@ def main() -> int:
         f"{'TF/s':>6} {'TF/s':>6} {'GB/s':>6} {'GB/s':>6} {'peak MiB':>8} {'/bar':>6}"
     )
     rows, wrong = [], False
-    choose = cuda_chunked._warps
     for backend in args.backends:
         worst = largest_error(backend)
         if not worst <= LARGEST_ERROR:
             print(f"{backend}: relative error {worst:.1e} > {LARGEST_ERROR:.0e}, not timed")
             wrong = True
             continue
-        for warps in args.warps or [None]:
-            cuda_chunked._warps = choose if warps is None else lambda _, warps=warps: warps
+        for setting in itertools.product(args.warps or [None], args.pieces or [None], args.workspace or [None]):
+            named = {k: v for k, v in zip(("warps", "pieces", "workspace"), setting, strict=True) if v is not None}
             for shape in args.shapes:
-                row = measure(backend, shape, args.repeats) | {"warps": warps}
-                print(line(row) + (f"  warps={warps}" if warps else ""), flush=True)
+                with tuned(*setting):
+                    row = measure(backend, shape, args.repeats) | named
+                print(line(row) + "".join(f"  {name}={value}" for name, value in named.items()), flush=True)
                 rows.append(row)
                 if args.json:
                     args.json.write_text(json.dumps({"device": torch.cuda.get_device_name(), "rows": rows}, indent=1))
-    cuda_chunked._warps = choose
     if args.kernels:
         for backend in args.backends:
             for shape in args.shapes:

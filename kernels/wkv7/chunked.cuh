@@ -37,8 +37,8 @@
 // Kernels: `prepare`, all chunks at once, makes the operands of `scan`, which walks along a head with S (or, in reverse,
 // D) in registers, 16 values per warp; no sum crosses warps. Its state is float32 and never rounded; what is saved at
 // the start of a chunk is its copy in bfloat16, which is also what enters the products. `gradients`, all chunks at
-// once, makes the chunk's operands again and finishes the backward pass. No result depends on the number of rows,
-// heads, chunks per call, or warps per block.
+// once, finishes the backward pass. Long rows are walked in pieces, so that the kernels work side by side, each on
+// another piece. No result depends on the number of rows, heads, chunks per piece, or warps per block.
 //
 // Matrices lie in memory as 8 x 8 blocks of 128 bytes, each row-major; a matrix of 16 rows as its blocks (0,0) (1,0)
 // (0,1) (1,1) (0,2) ...; the state as four such matrices of 16 values.
@@ -61,11 +61,12 @@ struct Wkv7ChunkedArgs {
   const float* dstate_in;  // [B,H,64,64] gradient of the state after window_end, or null: zero; may be dstate
   __nv_bfloat16 *dr, *dw_raw, *dk, *dv, *da, *db;
   float* dstate;           // [B,H,64,64] gradient of the state before window_begin
-  uint8_t* operands;       // [B,H,window_end-window_begin,Operands<REVERSE>::kBytes]
-  uint8_t* ends;           // [B,H,window_end-window_begin,64,64] bfloat16 in blocks: D_1      backward
+  uint8_t* operands;       // per buffer [B,H,piece,Operands<REVERSE>::kBytes]
+  uint8_t* ends;           // per buffer [B,H,piece,64,64] bfloat16 in blocks: D_1              backward
   int64_t batch, tokens, heads;
-  int64_t window_begin, window_end;  // the chunks this call goes through
-  int64_t warps;           // of a scan block: 1, 2 or 4. Fewer spread a head over more blocks
+  int64_t window_begin, window_end;  // the chunks this call (of a kernel: this piece) goes through
+  int64_t warps;           // that carry the state in a scan block: 1, 2 or 4. Fewer spread a head over more blocks
+  int64_t piece;           // chunks that are prepared, scanned and finished at once; unknown to the kernels
 };
 
 namespace wkv7 {
@@ -73,9 +74,9 @@ namespace wkv7 {
 constexpr int kChunk = 16, kSize = 64;
 constexpr int kMatrixBytes = kChunk * kChunk * 2, kTileBytes = kChunk * kSize * 2, kStateBytes = kSize * kSize * 2;
 constexpr int kChunkThreads = 128;  // of the kernels that run on all chunks at once
-// Blocks of `gradients` per processor that registers leave room for; shared memory has room for 2 to 4.
+// Blocks of `gradients` per processor that registers leave room for; shared memory has room for 2 to 5.
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 900 || __CUDA_ARCH__ / 10 == 100 || __CUDA_ARCH__ / 10 == 103)
-constexpr int kGradientsBlocks = 4;
+constexpr int kGradientsBlocks = 5;
 #else
 constexpr int kGradientsBlocks = 3;
 #endif
@@ -99,6 +100,63 @@ struct Matrix {
   __device__ void store(uint8_t* to, int lane) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) *reinterpret_cast<uint32_t*>(to + i * 128 + lane * 4) = block[i];
+  }
+  // As it lies in the warp, 16 bytes per lane: for another warp.
+  __device__ void hand_over(uint8_t* to, int lane) const {
+    *reinterpret_cast<uint4*>(to + lane * 16) = make_uint4(block[0], block[1], block[2], block[3]);
+  }
+  __device__ void take_over(const uint8_t* from, int lane) {
+    const uint4 words = *reinterpret_cast<const uint4*>(from + lane * 16);
+    block[0] = words.x, block[1] = words.y, block[2] = words.z, block[3] = words.w;
+  }
+  __device__ float element(int n) const { return n % 2 ? bf16_high(block[n / 2]) : bf16_low(block[n / 2]); }
+};
+
+// A lane's share of 16 x 16 numbers, as in Matrix and Sum: number n lies in row 8 (n / 2 % 2) + lane / 4 and in column
+// 8 (n / 4) + 2 (lane % 4) + n % 2. Where rows are tokens, these go through them.
+struct Share {
+  float x[8];
+
+  __device__ float& operator[](int n) { return x[n]; }
+  __device__ float operator[](int n) const { return x[n]; }
+
+  // Sums of a column over the rows up to the own one, from the start of its segment.
+  __device__ void sum_from(const int (&start)[2], int lane) {
+    const int row = lane / 4;
+#pragma unroll
+    for (int step = 1; step < 8; step *= 2) {
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        const float other = __shfl_up_sync(kAllLanes, x[n], step * 4);
+        const int upper = n / 2 % 2 * 8;
+        if (row >= step && row + upper - step >= start[n / 2 % 2]) x[n] += other;
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < 8; n += n % 2 ? 3 : 1) {
+      const float other = __shfl_sync(kAllLanes, x[n], 28 + lane % 4);
+      if (start[1] < 8) x[n + 2] += other;
+    }
+  }
+  // Sums of a column over the own row and the later ones.
+  __device__ void sum_to_end(int lane) {
+    const int row = lane / 4;
+#pragma unroll
+    for (int step = 1; step < 8; step *= 2) {
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        const float other = __shfl_down_sync(kAllLanes, x[n], step * 4);
+        if (row + step < 8) x[n] += other;
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < 8; n += n % 2 ? 3 : 1) x[n] += __shfl_sync(kAllLanes, x[n + 2], lane % 4);
+  }
+  __device__ Matrix rounded() const {
+    Matrix to;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) to.block[i] = pack_bf16(x[2 * i], x[2 * i + 1]);
+    return to;
   }
 };
 
@@ -135,24 +193,13 @@ struct Sum {
   __device__ static int column(int half, int i, int lane) { return half * 8 + lane % 4 * 2 + i % 2; }
 };
 
-__device__ __forceinline__ void unpack8(const uint4& raw, float (&x)[8]) {
-  const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    x[2 * i] = bf16_low(words[i]);
-    x[2 * i + 1] = bf16_high(words[i]);
-  }
-}
-__device__ __forceinline__ uint4 pack8(const float (&x)[8]) {
-  return make_uint4(pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]), pack_bf16(x[4], x[5]), pack_bf16(x[6], x[7]));
-}
-
 __device__ __forceinline__ float sigmoid_fast(float x) { return reciprocal_fast(1.0f + exp2_fast(-kLog2E * x)); }
 
 // The resets of a chunk, as bits.
 struct Resets {
   unsigned bits;
 
+  __device__ Resets again() const { return {hidden(bits)}; }
   __device__ bool first_segment(int t) const { return (bits & ((2u << t) - 1)) == 0; }
   __device__ bool last_segment(int t) const { return (bits >> (t + 1)) == 0; }
   __device__ int segment_start(int t) const { return 31 - __clz((bits & ((2u << t) - 1)) | 1u); }
@@ -164,10 +211,12 @@ struct Place {
   int64_t offset;  // of its first token in [B,T,H,64]
   int64_t stride;  // from token to token
   int valid;       // tokens that exist
+  const __nv_bfloat16* any;  // an address that may be given for what does not exist
 
   __device__ Place(const Wkv7ChunkedArgs& args, int64_t batch_, int64_t head_, int64_t chunk_)
-      : batch(batch_), head(head_), chunk(chunk_), offset(((batch_ * args.tokens + chunk_ * kChunk) * args.heads + head_) * kSize),
-        stride(args.heads * kSize) {
+      : batch(batch_), head(head_), chunk(chunk_),
+        offset(((batch_ * args.tokens + chunk_ * kChunk) * args.heads + head_) * kSize),
+        stride(args.heads * kSize), any(args.r) {
     const int64_t left = args.tokens - chunk * kChunk;
     valid = left < kChunk ? static_cast<int>(left) : kChunk;
   }
@@ -199,97 +248,119 @@ struct Operands {
   static constexpr int kReadU = kRead + kTileBytes;    // M_rb
   static constexpr int kReadV = kReadU + kMatrixBytes;  // M_rk
   static constexpr int kReadVLow = kReadV + kMatrixBytes;
-  static constexpr int kBytes = REVERSE ? kRead : kReadVLow + kMatrixBytes;
+  static constexpr int kScanBytes = REVERSE ? kRead : kReadVLow + kMatrixBytes;  // what follows is for `gradients`
+  static constexpr int kT = kRead;  // reverse only, as the rest
+  static constexpr int kX = kT + kMatrixBytes;
+  static constexpr int kAk = kX + kMatrixBytes;       // M_ak
+  static constexpr int kRbLow = kAk + kMatrixBytes;   // what rounding M_rb lost
+  static constexpr int kRk = kRbLow + kMatrixBytes;   // M_rk
+  static constexpr int kRkLow = kRk + kMatrixBytes;
+  static constexpr int kBytes = REVERSE ? kRkLow + kMatrixBytes : kScanBytes;
 };
 
-// A thread of a chunk block has one token and eight key columns in a row, which are 16 bytes of a tile in blocks, at
-// 16 * threadIdx.x. A warp has 16 key columns.
-struct Columns {
-  float decay[8];      // exp(L)
-  uint4 w_raw;
-
-  __device__ static int token() { return threadIdx.x % kChunk; }
-  __device__ static int column() { return threadIdx.x / kChunk * 8; }
-
-  __device__ static uint4 fetch(const __nv_bfloat16* from, const Place& place) {
-    if (from == nullptr || token() >= place.valid) return make_uint4(0, 0, 0, 0);
-    return *reinterpret_cast<const uint4*>(from + place.offset + token() * place.stride + column());
-  }
-};
-
-// The products of key vectors with their decays. Null: not wanted.
-struct Tiles {
-  uint8_t *r, *r_low, *a, *b_hat, *k_hat, *k_hat_low;  // R~, A~ without masks, B^, K^; low: what rounding lost
-  uint8_t *r_masked, *r_masked_low, *b_bar, *k_bar, *k_bar_low;
-};
-
-__device__ __forceinline__ void put(uint8_t* tile, const uint4& x) {
-  if (tile != nullptr) *reinterpret_cast<uint4*>(tile + threadIdx.x * 16) = x;
+// Of a block that works on one chunk, thread i brings in columns 8 (i / 16) to 8 (i / 16) + 7 of token i % 16: 16
+// bytes at 16 i of a tile in blocks. So a warp brings in the 16 key columns that it works on.
+__device__ __forceinline__ void fetch_tile(uint8_t* tile, const __nv_bfloat16* from, const Place& place) {
+  const int token = threadIdx.x % kChunk;
+  const bool valid = from != nullptr && token < place.valid;
+  const __nv_bfloat16* row = from + place.offset + token * place.stride + threadIdx.x / kChunk * 8;
+  copy_async(tile + threadIdx.x * 16, valid ? row : place.any, valid);
 }
 
-__device__ __forceinline__ uint4 scaled(const uint4& raw, const float (&scale)[8]) {
-  float x[8];
-  unpack8(raw, x);
-#pragma unroll
-  for (int i = 0; i < 8; ++i) x[i] *= scale[i];
-  return pack8(x);
-}
-__device__ __forceinline__ uint4 masked(const uint4& x, uint32_t mask) {
-  return make_uint4(x.x & mask, x.y & mask, x.z & mask, x.w & mask);
-}
-// What rounding of `scaled` lost.
-__device__ __forceinline__ uint4 scaled_remainder(const uint4& raw, const float (&scale)[8], const uint4& rounded) {
-  float x[8], high[8];
-  unpack8(raw, x);
-  unpack8(rounded, high);
-#pragma unroll
-  for (int i = 0; i < 8; ++i) x[i] = x[i] * scale[i] - high[i];
-  return pack8(x);
-}
+// Of the lane's two tokens: where their segments start, and which segments those are.
+struct Tokens {
+  int start[2];
+  bool first[2], last[2];
 
-__device__ __forceinline__ Columns decay_columns(const Wkv7ChunkedArgs& args, const Place& place, const Resets& resets,
-                                        bool with_k, const Tiles& to) {
-  const int t = Columns::token();
-  Columns columns;
-  columns.w_raw = Columns::fetch(args.w_raw, place);
-  const uint4 r = Columns::fetch(args.r, place), a = Columns::fetch(args.a, place), b = Columns::fetch(args.b, place);
-  const uint4 k = Columns::fetch(with_k ? args.k : nullptr, place);
-  float before[8], inverse[8], to_end[8];
-  unpack8(columns.w_raw, before);
+  __device__ Tokens(const Resets& resets, int lane) {
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const float own = t < place.valid ? -kLogDecayScale * kLog2E * sigmoid_fast(before[i]) : 0.0f;
-    float sum = own;
-#pragma unroll
-    for (int step = 1; step < kChunk; step *= 2) {
-      const float other = __shfl_up_sync(kAllLanes, sum, step, kChunk);
-      if (t >= step) sum += other;
+    for (int i = 0; i < 2; ++i) {
+      const int t = lane / 4 + i * 8;
+      start[i] = resets.segment_start(t), first[i] = resets.first_segment(t), last[i] = resets.last_segment(t);
     }
-    before[i] = exp2_fast(sum - own);
-    inverse[i] = exp2_fast(-sum);
-    columns.decay[i] = exp2_fast(sum);
-    const float decay_all = __shfl_sync(kAllLanes, columns.decay[i], kChunk - 1, kChunk);
-    to_end[i] = resets.last_segment(t) ? inverse[i] * decay_all : 0.0f;
   }
-  const uint4 r_tilde = scaled(r, columns.decay);
-  const uint4 r_low = scaled_remainder(r, columns.decay, r_tilde);
-  const uint32_t first = resets.first_segment(t) ? 0xffffffffu : 0;
-  put(to.r, r_tilde);
-  put(to.r_low, r_low);
-  put(to.r_masked, masked(r_tilde, first));
-  put(to.r_masked_low, masked(r_low, first));
-  put(to.a, scaled(a, before));
-  put(to.b_hat, scaled(b, inverse));
-  put(to.b_bar, scaled(b, to_end));
-  if (with_k) {
-    const uint4 k_hat = scaled(k, inverse);
-    put(to.k_hat, k_hat);
-    put(to.k_hat_low, scaled_remainder(k, inverse, k_hat));
-    const uint4 k_bar = scaled(k, to_end);
-    put(to.k_bar, k_bar);
-    if (to.k_bar_low != nullptr) put(to.k_bar_low, scaled_remainder(k, to_end, k_bar));
+};
+
+// exp(L) and the like, for a warp's 16 key columns.
+struct Decays {
+  Share upto;    // exp(L)
+  float all[4];  // P without resets, of columns 2q, 2q + 1, 8 + 2q, 9 + 2q
+
+  __device__ Decays(const uint8_t* w_raw, int valid, int lane) {
+    Matrix raw;
+    raw.load(w_raw, lane);
+    Share sum;
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      const bool exists = lane / 4 + n / 2 % 2 * 8 < valid;
+      sum[n] = exists ? -kLogDecayScale * kLog2E * sigmoid_fast(raw.element(n)) : 0.0f;
+    }
+    constexpr int start[2] = {0, 0};
+    sum.sum_from(start, lane);
+#pragma unroll
+    for (int n = 0; n < 8; ++n) upto[n] = exp2_fast(sum[n]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) all[i] = __shfl_sync(kAllLanes, upto[i / 2 * 4 + 2 + i % 2], 28 + lane % 4);
   }
-  return columns;
+  // exp(L - l), which is exp(L) of the token before.
+  __device__ Share before(int lane) const {
+    Share x;
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      const float earlier = __shfl_up_sync(kAllLanes, upto[n], 4);
+      const int lower = n % 2 + n / 4 * 4;
+      const float first = n == lower ? 1.0f : __shfl_sync(kAllLanes, upto[lower], 28 + lane % 4);
+      x[n] = lane < 4 ? first : earlier;
+    }
+    return x;
+  }
+  __device__ Share inverse() const {
+    Share x;
+#pragma unroll
+    for (int n = 0; n < 8; ++n) x[n] = reciprocal_fast(upto[n]);
+    return x;
+  }
+  // exp(-L) P in the last segment, else zero.
+  __device__ Share to_end(const Share& inverse, const Tokens& tokens) const {
+    Share x;
+#pragma unroll
+    for (int n = 0; n < 8; ++n) x[n] = tokens.last[n / 2 % 2] ? inverse[n] * all[n / 4 * 2 + n % 2] : 0.0f;
+    return x;
+  }
+};
+
+// A product of vectors with their decays, as the tensor cores see it, and what rounding to that lost.
+struct Factor {
+  Share exact;
+  Matrix high;
+
+  __device__ Factor(const Matrix& raw, const Share& scale) {
+#pragma unroll
+    for (int n = 0; n < 8; ++n) exact[n] = raw.element(n) * scale[n];
+    high = exact.rounded();
+  }
+  __device__ Matrix low() const {
+    Share lost;
+#pragma unroll
+    for (int n = 0; n < 8; ++n) lost[n] = exact[n] - high.element(n);
+    return lost.rounded();
+  }
+};
+
+// Without the tokens that S_0 does not reach. Rows are tokens.
+__device__ __forceinline__ Matrix first_rows(Matrix x, const Tokens& tokens) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) x.block[i] = tokens.first[i % 2] ? x.block[i] : 0;
+  return x;
+}
+// The same for columns.
+__device__ __forceinline__ Matrix first_columns(Matrix x, const Resets& resets, int lane) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int column = i / 2 * 8 + lane % 4 * 2;
+    x.block[i] &= (resets.first_segment(column) ? 0xffffu : 0u) | (resets.first_segment(column + 1) ? 0xffff0000u : 0u);
+  }
+  return x;
 }
 
 // Kept where the column's token is of the row's segment and not after the row's token, or before it.
@@ -307,7 +378,9 @@ __device__ __forceinline__ void mask_pairs(Sum& sum, const Resets& resets, int l
 }
 
 // left right^T of two tiles.
-__device__ __forceinline__ void add_tile_product(Sum& sum, const uint8_t* left_tile, const uint8_t* right_tile, int lane) {
+__device__ __forceinline__ Sum tile_product(const uint8_t* left_tile, const uint8_t* right_tile, int lane) {
+  Sum sum;
+  sum.zero();
 #pragma unroll
   for (int part = 0; part < kSize / 16; ++part) {
     Matrix left, right;
@@ -315,27 +388,28 @@ __device__ __forceinline__ void add_tile_product(Sum& sum, const uint8_t* left_t
     right.load(right_tile + part * kMatrixBytes, lane);
     sum.add_product(left, right);
   }
-}
-
-// The same, masked, without further terms.
-template <bool STRICT>
-__device__ __forceinline__ Sum tile_pairs(const Resets& resets, int lane, const uint8_t* left, const uint8_t* right) {
-  Sum sum;
-  sum.zero();
-  add_tile_product(sum, left, right, lane);
-  mask_pairs<STRICT>(sum, resets, lane);
   return sum;
 }
 
 // M_rk with twice the digits: a token's own r and k may be nearly orthogonal, and then its error would be all that is
 // left of their product.
-__device__ __forceinline__ Sum precise_pairs(const Resets& resets, int lane, const Tiles& tiles) {
-  Sum sum;
-  sum.zero();
-  add_tile_product(sum, tiles.r_low, tiles.k_hat, lane);
-  add_tile_product(sum, tiles.r, tiles.k_hat_low, lane);
-  add_tile_product(sum, tiles.r, tiles.k_hat, lane);
-  mask_pairs<false>(sum, resets, lane);
+__device__ __forceinline__ Sum precise_product(const uint8_t* r, const uint8_t* r_low, const uint8_t* k,
+                                               const uint8_t* k_low, int lane) {
+  Sum sum, small;
+  sum.zero(), small.zero();
+#pragma unroll
+  for (int part = 0; part < kSize / 16; ++part) {
+    Matrix left, right, left_low, right_low;
+    left.load(r + part * kMatrixBytes, lane);
+    right_low.load(k_low + part * kMatrixBytes, lane);
+    small.add_product(left, right_low);
+    right.load(k + part * kMatrixBytes, lane);
+    sum.add_product(left, right);
+    left_low.load(r_low + part * kMatrixBytes, lane);
+    small.add_product(left_low, right);
+  }
+#pragma unroll
+  for (int n = 0; n < 8; ++n) sum.x[n / 4][n % 4] += small.x[n / 4][n % 4];
   return sum;
 }
 
@@ -349,16 +423,15 @@ __device__ __forceinline__ void store_rows(float* to, const Sum& sum, int stride
   }
 }
 
-// One warp: T = (1 - m_ab)^-1 and X = T m_ak by rows; lanes 0..15 have the columns of T, the others those of X. T is also
-// stored with zero columns for the tokens that S_0 does not reach. m_ab, m_ak: 16 x 16, row-major. Null: not wanted.
-__device__ __forceinline__ void solve(const float* m_ab, const float* m_ak, const Resets& resets, int lane, uint8_t* t_full,
-                             uint8_t* t_masked, uint8_t* x) {
+// One warp: T = (1 - m_ab)^-1 and X = T m_ak by rows; lanes 0..15 have the columns of T, the others those of X.
+// m_ab and m_ak: 16 x 16, row-major.
+__device__ __forceinline__ void solve(const float* m_ab, const float* m_ak, int lane, uint8_t* t, uint8_t* x) {
   const int column = lane % kChunk;
   const bool of_t = lane < kChunk;
   float solution[kChunk];
 #pragma unroll
   for (int row = 0; row < kChunk; ++row) {
-    float sum = of_t ? (row == column ? 1.0f : 0.0f) : (m_ak == nullptr ? 0.0f : m_ak[row * kChunk + column]);
+    float sum = of_t ? (row == column ? 1.0f : 0.0f) : m_ak[row * kChunk + column];
 #pragma unroll
     for (int s = 0; s < row; s += 4) {
       const float4 m = *reinterpret_cast<const float4*>(m_ab + row * kChunk + s);
@@ -369,128 +442,156 @@ __device__ __forceinline__ void solve(const float* m_ab, const float* m_ak, cons
     }
     solution[row] = sum;
   }
-  const bool reached = resets.first_segment(column);
-  uint8_t* full = of_t ? t_full : x;
+  uint8_t* to = (of_t ? t : x) + column / 8 * 256 + column % 8 * 2;
 #pragma unroll
-  for (int row = 0; row < kChunk; ++row) {
-    const int at = (column / 8 * 2 + row / 8) * 128 + row % 8 * 16 + column % 8 * 2;
-    const uint16_t value = static_cast<uint16_t>(pack_bf16(solution[row], 0.0f));
-    if (full != nullptr) *reinterpret_cast<uint16_t*>(full + at) = value;
-    if (of_t && t_masked != nullptr) *reinterpret_cast<uint16_t*>(t_masked + at) = reached ? value : 0;
-  }
+  for (int row = 0; row < kChunk; ++row)
+    *reinterpret_cast<uint16_t*>(to + row / 8 * 128 + row % 8 * 16) =
+        static_cast<uint16_t>(pack_bf16(solution[row], 0.0f));
 }
 
 template <bool REVERSE>
 __global__ void __launch_bounds__(kChunkThreads, 7) prepare_kernel(const Wkv7ChunkedArgs args) {
   using To = Operands<REVERSE>;
-  __shared__ alignas(16) uint8_t tile_r[kTileBytes], tile_r_low[kTileBytes], tile_a[kTileBytes];
+  __shared__ alignas(16) uint8_t tile_w[kTileBytes], tile_r[kTileBytes], tile_a[kTileBytes];
   __shared__ alignas(16) uint8_t tile_b[kTileBytes], tile_k[kTileBytes], tile_k_low[kTileBytes];
-  __shared__ alignas(16) uint8_t t_masked[kMatrixBytes], x[kMatrixBytes];
+  __shared__ alignas(16) uint8_t t[kMatrixBytes], x[kMatrixBytes];
   __shared__ alignas(16) float m_ab[kChunk * kChunk], m_ak[kChunk * kChunk];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, at = warp * kMatrixBytes;
   const Place place = place_of_block(args);
+  fetch_tile(tile_w, args.w_raw, place);
+  fetch_tile(tile_r, args.r, place);
+  fetch_tile(tile_a, args.a, place);
+  fetch_tile(tile_b, args.b, place);
+  fetch_tile(tile_k, args.k, place);
+  copy_async_commit();
   const Resets resets = place.resets(args, lane);
+  const Tokens tokens(resets, lane);
   const int64_t chunks = args.window_end - args.window_begin, batch_head = place.batch * args.heads + place.head;
   uint8_t* to = args.operands + (batch_head * chunks + place.chunk - args.window_begin) * To::kBytes;
+  copy_async_wait<0>();
+  __syncwarp();  // a warp brings in its own columns
 
-  Tiles tiles;
-  tiles.r = tile_r, tiles.r_low = REVERSE ? nullptr : tile_r_low;
-  tiles.a = tile_a, tiles.b_hat = tile_b, tiles.k_hat = tile_k, tiles.k_hat_low = tile_k_low;
-  tiles.r_masked = to + (REVERSE ? To::kSecond : To::kRead);
-  tiles.r_masked_low = REVERSE ? to + To::kSecondLow : nullptr;
-  tiles.b_bar = to + (REVERSE ? To::kFirst : To::kThird);
-  tiles.k_bar = to + To::kSecond, tiles.k_bar_low = to + To::kSecondLow;
-  const Columns columns = decay_columns(args, place, resets, !REVERSE, tiles);
-  if (Columns::token() == kChunk - 1) {
-    const bool kept = resets.bits == 0;
-    float2* decay = reinterpret_cast<float2*>(to + To::kDecay) + Columns::column() / 8;
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      decay[i * 8] = make_float2(kept ? columns.decay[2 * i] : 0.0f, kept ? columns.decay[2 * i + 1] : 0.0f);
+  uint8_t* const tile_r_low = tile_w;
+  {
+    const Decays decays(tile_w + at, place.valid, lane);
+    Matrix raw;
+    raw.load(tile_r + at, lane);
+    __syncwarp();
+    const Factor r(raw, decays.upto);
+    const Matrix r_low = r.low();
+    r.high.store(tile_r + at, lane);
+    r_low.store(tile_r_low + at, lane);
+    first_rows(r.high, tokens).store(to + (REVERSE ? To::kSecond : To::kRead) + at, lane);
+    if (REVERSE) first_rows(r_low, tokens).store(to + To::kSecondLow + at, lane);
+    raw.load(tile_a + at, lane);
+    __syncwarp();
+    Factor(raw, decays.before(lane)).high.store(tile_a + at, lane);
+    const Share inverse = decays.inverse(), to_end = decays.to_end(inverse, tokens);
+    raw.load(tile_b + at, lane);
+    __syncwarp();
+    Factor(raw, inverse).high.store(tile_b + at, lane);
+    Factor(raw, to_end).high.store(to + (REVERSE ? To::kFirst : To::kThird) + at, lane);
+    raw.load(tile_k + at, lane);
+    __syncwarp();
+    const Factor k(raw, inverse);
+    k.high.store(tile_k + at, lane);
+    k.low().store(tile_k_low + at, lane);
+    if (!REVERSE) {
+      const Factor k_bar(raw, to_end);
+      k_bar.high.store(to + To::kSecond + at, lane);
+      k_bar.low().store(to + To::kSecondLow + at, lane);
+    }
+    if (lane < 4) {
+      const float kept = resets.bits == 0 ? 1.0f : 0.0f;
+      *reinterpret_cast<float4*>(to + To::kDecay + (lane * 4 + warp) * 16) =
+          make_float4(kept * decays.all[0], kept * decays.all[1], kept * decays.all[2], kept * decays.all[3]);
+    }
   }
   __syncthreads();
 
-  if (warp == 0) store_rows(m_ab, tile_pairs<true>(resets, lane, tile_a, tile_b), kChunk, lane);
-  if (warp == 1 && !REVERSE) store_rows(m_ak, tile_pairs<true>(resets, lane, tile_a, tile_k), kChunk, lane);
+  if (warp == 0) {
+    Sum sum = tile_product(tile_a, tile_b, lane);
+    mask_pairs<true>(sum, resets, lane);
+    store_rows(m_ab, sum, kChunk, lane);
+    sum = tile_product(tile_a, tile_k, lane);
+    mask_pairs<true>(sum, resets, lane);
+    store_rows(m_ak, sum, kChunk, lane);
+    if (REVERSE) sum.rounded().store(to + To::kAk, lane);
+    __syncwarp();
+    solve(m_ab, m_ak, lane, t, x);
+  }
+  if (warp == 1) {
+    Sum sum = tile_product(tile_r, tile_b, lane);
+    mask_pairs<false>(sum, resets, lane);
+    const Matrix rounded = sum.rounded();
+    rounded.store(to + (REVERSE ? To::kMatrix : To::kReadU), lane);
+    if (REVERSE) sum.remainder(rounded).store(to + To::kRbLow, lane);
+  }
   if (warp == 2) {
-    const Sum m_rb = tile_pairs<false>(resets, lane, tile_r, tile_b);
-    m_rb.rounded().store(to + (REVERSE ? To::kMatrix : To::kReadU), lane);
-  }
-  if (warp == 3 && !REVERSE) {
-    const Sum m_rk = precise_pairs(resets, lane, tiles);
-    const Matrix rounded = m_rk.rounded();
-    rounded.store(to + To::kReadV, lane);
-    m_rk.remainder(rounded).store(to + To::kReadVLow, lane);
+    Sum sum = precise_product(tile_r, tile_r_low, tile_k, tile_k_low, lane);
+    mask_pairs<false>(sum, resets, lane);
+    const Matrix rounded = sum.rounded();
+    rounded.store(to + (REVERSE ? To::kRk : To::kReadV), lane);
+    sum.remainder(rounded).store(to + (REVERSE ? To::kRkLow : To::kReadVLow), lane);
   }
   __syncthreads();
 
-  if (warp == 0) solve(m_ab, REVERSE ? nullptr : m_ak, resets, lane, nullptr, t_masked, REVERSE ? nullptr : x);
-  __syncthreads();
-
-  Matrix t, a;
+  Matrix left, right;
   Sum w;
-  t.load(t_masked, lane);
-  a.load_transposed(tile_a + warp * kMatrixBytes, lane);
+  left.load(t, lane);
+  right.load_transposed(tile_a + at, lane);
   w.zero();
-  w.add_product(t, a);
-  w.rounded().store(to + (REVERSE ? To::kThird : To::kFirst) + warp * kMatrixBytes, lane);
-  if (warp == 0 && !REVERSE)
-    *reinterpret_cast<uint4*>(to + To::kMatrix + lane * 16) = *reinterpret_cast<const uint4*>(x + lane * 16);
+  w.add_product(first_columns(left, resets, lane), right);
+  w.rounded().store(to + (REVERSE ? To::kThird : To::kFirst) + at, lane);
+  if (REVERSE && warp == 1) left.store(to + To::kT, lane);
+  if (warp == 0) {
+    left.load(x, lane);
+    left.store(to + (REVERSE ? To::kX : To::kMatrix), lane);
+  }
 }
 
+// A block of `scan` has WARPS warps that carry the state and as many that do the rest for them: bring in operands,
+// write the states, and make y one chunk later. All meet once per chunk.
 template <bool REVERSE, int WARPS>
 struct Scan {
-  static constexpr int kThreads = WARPS * 32, kSplits = 4 / WARPS;
-  static constexpr int kStages = 6;
-  static constexpr int kRowsAt = Operands<REVERSE>::kBytes;
+  static constexpr int kHelpers = WARPS * 32, kThreads = 2 * kHelpers, kSplits = 4 / WARPS;
+  static constexpr int kRowsAt = Operands<REVERSE>::kScanBytes;
   static constexpr int kStageBytes = kRowsAt + WARPS * kMatrixBytes;  // operands, then 16 tokens of this block's values
-  static constexpr int kSharedBytes = kStages * kStageBytes;
+  static constexpr int kHandBytes = kTileBytes + kMatrixBytes;        // of a warp and chunk: rounded state, u
+  static constexpr int kStages = REVERSE ? (WARPS == 1 ? 9 : WARPS == 2 ? 8 : 6)
+                                         : (WARPS == 1 ? 7 : WARPS == 2 ? 6 : 5);
+  static constexpr int kHandAt = kStages * kStageBytes;
+  static constexpr int kSharedBytes = kHandAt + 2 * WARPS * kHandBytes;
+  static constexpr int kParts = kSize / 16;
+};
+
+// Where a block of `scan` works.
+template <bool REVERSE, int WARPS>
+struct ScanPlace {
+  int64_t batch_head, batch, head;
+  int chunks, value_block;  // this warp's values are 16 value_block and the next 15
+
+  __device__ ScanPlace(const Wkv7ChunkedArgs& args, int warp) {
+    const unsigned block_head = blockIdx.x / Scan<REVERSE, WARPS>::kSplits, heads = args.heads;
+    batch_head = block_head, batch = block_head / heads, head = block_head % heads;
+    chunks = static_cast<int>(args.window_end - args.window_begin);
+    value_block = blockIdx.x % Scan<REVERSE, WARPS>::kSplits * WARPS + warp;
+  }
+  __device__ int64_t local_chunk(int step) const { return REVERSE ? chunks - 1 - step : step; }
 };
 
 template <bool REVERSE, int WARPS>
-__global__ void __launch_bounds__(Scan<REVERSE, WARPS>::kThreads) scan_kernel(const Wkv7ChunkedArgs args) {
+__device__ __forceinline__ void carry_state(const Wkv7ChunkedArgs& args, uint8_t* shared) {
   using C = Scan<REVERSE, WARPS>;
   using From = Operands<REVERSE>;
-  constexpr int kParts = kSize / 16;
-  extern __shared__ float4 shared_memory[];
-  uint8_t* shared = reinterpret_cast<uint8_t*>(shared_memory);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int value_block = blockIdx.x % C::kSplits * WARPS + warp;
-  const unsigned block_head = blockIdx.x / C::kSplits, heads = args.heads;
-  const int64_t batch_head = block_head, batch = block_head / heads, head = block_head % heads;
-  const int64_t all_chunks = (args.tokens + kChunk - 1) / kChunk;
-  const int chunks = static_cast<int>(args.window_end - args.window_begin);
-  const uint8_t* operands = args.operands + batch_head * chunks * From::kBytes;
-  const __nv_bfloat16* rows = REVERSE ? args.dy : args.v;
-
-  const auto local_chunk = [&](int step) -> int64_t { return REVERSE ? chunks - 1 - step : step; };
-  const auto fetch = [&](int step, uint8_t* to) {
-    if (step < chunks) {
-      const int64_t local = local_chunk(step);
-      const uint8_t* from = operands + local * From::kBytes;
-#pragma unroll
-      for (int i = 0; i < From::kBytes; i += C::kThreads * 16) {
-        const int at = i + threadIdx.x * 16;
-        if (at < From::kBytes) copy_async(to + at, from + at, true);
-      }
-      const Place place(args, batch, head, args.window_begin + local);
-      const int token = lane % kChunk;
-      const bool valid = rows != nullptr && token < place.valid;
-      const __nv_bfloat16* row = rows + place.offset + token * place.stride + value_block * 16 + lane / kChunk * 8;
-      copy_async(to + C::kRowsAt + threadIdx.x * 16, valid ? static_cast<const void*>(row) : operands, valid);
-    }
-    copy_async_commit();
-  };
-
-#pragma unroll
-  for (int stage = 0; stage < C::kStages; ++stage) fetch(stage, shared + stage * C::kStageBytes);
-
-  Sum state[kParts];
+  const ScanPlace<REVERSE, WARPS> place(args, warp);
+  Sum state[C::kParts];
   {
     const float* from = REVERSE ? args.dstate_in : args.state;
-    const int64_t at = (batch_head * kSize + value_block * 16) * kSize;
+    const int64_t at = (place.batch_head * kSize + place.value_block * 16) * kSize;
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
+    for (int part = 0; part < C::kParts; ++part) {
 #pragma unroll
       for (int i = 0; i < 8; i += 2) {
         float2 pair = make_float2(0.0f, 0.0f);
@@ -502,45 +603,47 @@ __global__ void __launch_bounds__(Scan<REVERSE, WARPS>::kThreads) scan_kernel(co
     }
   }
 
-  Matrix first[kParts], matrix, values;  // operands of the next step, loaded ahead
-  const auto load_ahead = [&](const uint8_t* at) {
+  Matrix first[C::kParts], values;  // of the next chunk, loaded ahead, as is its matrix
+  Sum u;
+  const auto load_first = [&](const uint8_t* at) {
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) first[part].load(at + From::kFirst + part * kMatrixBytes, lane);
+    for (int part = 0; part < C::kParts; ++part) first[part].load(at + From::kFirst + part * kMatrixBytes, lane);
+  };
+  const auto load_values = [&](const uint8_t* at) {
+    Matrix matrix;
     values.load_transposed(at + C::kRowsAt + warp * kMatrixBytes, lane);
     if (REVERSE) matrix.load_transposed(at + From::kMatrix, lane);
     else matrix.load(at + From::kMatrix, lane);
+    u.zero();
+    u.add_product(values, matrix);
   };
-  copy_async_wait<C::kStages - 1>();
   __syncthreads();
-  load_ahead(shared);
+  load_first(shared), load_values(shared);
 
   int stage = 0;
-  for (int step = 0; step < chunks; ++step) {
-    uint8_t* const at = shared + stage * C::kStageBytes;
-    const int64_t local = local_chunk(step);
+  for (int step = 0; step < place.chunks; ++step) {
+    const uint8_t* const at = shared + stage * C::kStageBytes;
+    stage = stage + 1 < C::kStages ? stage + 1 : 0;
+    const uint8_t* const next = shared + stage * C::kStageBytes;
+    uint8_t* const hand = shared + C::kHandAt + (step % 2 * WARPS + warp) * C::kHandBytes;
 
-    Matrix rounded[kParts];
+    Matrix rounded[C::kParts];
+    Sum u_half;
+    u_half.zero();
+    rounded[0] = state[0].rounded();
+    u.add_product(rounded[0], first[0]);
+    rounded[1] = state[1].rounded();
+    u_half.add_product(rounded[1], first[1]);
+    rounded[2] = state[2].rounded();
+    u.add_product(rounded[2], first[2]);
+    rounded[3] = state[3].rounded();
+    u_half.add_product(rounded[3], first[3]);
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) rounded[part] = state[part].rounded();
-    Sum u, u_half;
-    u.zero(), u_half.zero();
-    u.add_product(values, matrix);
-    u_half.add_product(rounded[0], first[0]);
-    u.add_product(rounded[1], first[1]);
-    u_half.add_product(rounded[2], first[2]);
-    u.add_product(rounded[3], first[3]);
-
-    uint8_t* saved = REVERSE ? args.ends + (batch_head * chunks + local) * kStateBytes
-                             : args.starts + (batch_head * all_chunks + args.window_begin + local) * kStateBytes;
-    if (REVERSE || args.starts != nullptr) {
-#pragma unroll
-      for (int part = 0; part < kParts; ++part)
-        rounded[part].store(saved + value_block * kTileBytes + part * kMatrixBytes, lane);
-    }
+    for (int part = 0; part < C::kParts; ++part) rounded[part].hand_over(hand + part * kMatrixBytes, lane);
 
     const float4* decay = reinterpret_cast<const float4*>(at + From::kDecay) + lane % 4 * 4;
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
+    for (int part = 0; part < C::kParts; ++part) {
       const float4 p = decay[part];
 #pragma unroll
       for (int i = 0; i < 4; i += 2) {
@@ -555,54 +658,147 @@ __global__ void __launch_bounds__(Scan<REVERSE, WARPS>::kThreads) scan_kernel(co
     }
 
 #pragma unroll
-    for (int i = 0; i < 8; ++i) u.x[i / 4][i % 4] += u_half.x[i / 4][i % 4];
+    for (int n = 0; n < 8; ++n) u.x[n / 4][n % 4] += u_half.x[n / 4][n % 4];
     const Matrix u_rounded = u.rounded();
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
+    for (int part = 0; part < C::kParts; ++part) {
       Matrix third;
       third.load_transposed(at + From::kThird + part * kMatrixBytes, lane);
       state[part].add_product(u_rounded, third);
     }
-
-    if (!REVERSE) {
-      Sum y;
-      y.zero();
-      Matrix read;
-#pragma unroll
-      for (int part = 0; part < kParts; ++part) {
-        read.load(at + From::kRead + part * kMatrixBytes, lane);
-        y.add_product(read, rounded[part]);
-      }
-      read.load(at + From::kReadVLow, lane);
-      y.add_product(read, values);
-      read.load(at + From::kReadV, lane);
-      y.add_product(read, values);
-      read.load(at + From::kReadU, lane);
-      y.add_product(read, u_rounded);
-      const Matrix y_rounded = y.rounded();
-      const Place place(args, batch, head, args.window_begin + local);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int token = lane / 4 + i % 2 * 8;
-        if (token < place.valid)
-          *reinterpret_cast<uint32_t*>(args.y + place.offset + token * place.stride + value_block * 16 + i / 2 * 8 +
-                                       lane % 4 * 2) = y_rounded.block[i];
-      }
-    }
-
-    if (step + 1 < chunks) {
-      copy_async_wait<C::kStages - 2>();
-      __syncthreads();
-      stage = stage + 1 < C::kStages ? stage + 1 : 0;
-      load_ahead(shared + stage * C::kStageBytes);
-      fetch(step + C::kStages, at);
-    }
+    if (!REVERSE) u_rounded.hand_over(hand + kTileBytes, lane);
+    load_first(next), load_values(next);  // after the last chunk: of an old one, unused
+    __syncthreads();
   }
 
   float* to = REVERSE ? args.dstate : args.state_out;
-  const int64_t end = (batch_head * kSize + value_block * 16) * kSize;
+  const int64_t end = (place.batch_head * kSize + place.value_block * 16) * kSize;
 #pragma unroll
-  for (int part = 0; part < kParts; ++part) store_rows(to + end + part * 16, state[part], kSize, lane);
+  for (int part = 0; part < C::kParts; ++part) store_rows(to + end + part * 16, state[part], kSize, lane);
+}
+
+// Brings chunks into the stages. Has as many threads as its block has for the state.
+template <bool REVERSE, int WARPS>
+struct Fetcher {
+  using C = Scan<REVERSE, WARPS>;
+  using From = Operands<REVERSE>;
+  const uint8_t* operands;     // this thread's first 16 bytes of the next chunk
+  const __nv_bfloat16* row;    // this thread's 16 bytes of v (dy) of the next chunk
+  const void* any;
+  int64_t operands_stride, row_stride;
+  int token, left;             // the token in the row; tokens from the next chunk's first one to the end of the row
+  int chunks;                  // still to come
+  uint8_t* to;
+  int stage;
+
+  __device__ Fetcher(const Wkv7ChunkedArgs& args, const ScanPlace<REVERSE, WARPS>& place, uint8_t* shared) {
+    const int thread = threadIdx.x % C::kHelpers, lane = threadIdx.x % 32;
+    const Place chunk(args, place.batch, place.head, args.window_begin + place.local_chunk(0));
+    const __nv_bfloat16* rows = REVERSE ? args.dy : args.v;
+    token = lane % kChunk;
+    any = args.operands;
+    operands = args.operands + (place.batch_head * place.chunks + place.local_chunk(0)) * From::kBytes + thread * 16;
+    operands_stride = REVERSE ? -From::kBytes : From::kBytes;
+    row = rows + chunk.offset + token * chunk.stride + place.value_block * 16 + lane / kChunk * 8;
+    row_stride = (REVERSE ? -kChunk : kChunk) * chunk.stride;
+    left = rows == nullptr ? 0 : static_cast<int>(args.tokens - chunk.chunk * kChunk);
+    if (rows == nullptr) token = kChunk;
+    chunks = place.chunks, to = shared + thread * 16, stage = 0;
+  }
+  __device__ void next() {
+    if (chunks > 0) {
+      uint8_t* const at = to + stage * C::kStageBytes;
+#pragma unroll
+      for (int i = 0; i < From::kScanBytes; i += C::kHelpers * 16) {
+        const bool all = i + C::kHelpers * 16 <= From::kScanBytes;
+        if (all || i + static_cast<int>(threadIdx.x % C::kHelpers) * 16 < From::kScanBytes)
+          copy_async(at + i, operands + i, true);
+      }
+      const bool valid = token < left;
+      copy_async(at + C::kRowsAt, valid ? static_cast<const void*>(row) : any, valid);
+      operands += operands_stride, row += row_stride;
+      if (token < kChunk) left += REVERSE ? kChunk : -kChunk;
+      --chunks, stage = stage + 1 < C::kStages ? stage + 1 : 0;
+    }
+    copy_async_commit();
+  }
+};
+
+template <bool REVERSE, int WARPS>
+__device__ __forceinline__ void help_state(const Wkv7ChunkedArgs& args, uint8_t* shared) {
+  using C = Scan<REVERSE, WARPS>;
+  using From = Operands<REVERSE>;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - WARPS;
+  const ScanPlace<REVERSE, WARPS> place(args, warp);
+  Fetcher<REVERSE, WARPS> fetcher(args, place, shared);
+#pragma unroll 1
+  for (int stage = 0; stage < C::kStages; ++stage) fetcher.next();
+
+  const int64_t all_chunks = (args.tokens + kChunk - 1) / kChunk;
+  uint8_t* const saved = (REVERSE ? args.ends + place.batch_head * place.chunks * kStateBytes
+                                  : args.starts + (place.batch_head * all_chunks + args.window_begin) * kStateBytes) +
+                         place.value_block * kTileBytes;
+  const bool save = REVERSE || args.starts != nullptr;
+  Matrix read[C::kParts], read_u, read_v, read_v_low, values;  // of the chunk whose y is next
+  copy_async_wait<C::kStages - 2>();
+  __syncthreads();
+
+  // At `step` the state goes through chunk `step`; the one before is written, and its stage is free.
+  int stage = 0;
+  for (int step = 0;; ++step) {
+    if (step > 0) {
+      fetcher.next();
+      const uint8_t* const hand = shared + C::kHandAt + ((step - 1) % 2 * WARPS + warp) * C::kHandBytes;
+      const int64_t local = place.local_chunk(step - 1);
+      Sum y;
+      y.zero();
+#pragma unroll
+      for (int part = 0; part < C::kParts; ++part) {
+        Matrix rounded;
+        rounded.take_over(hand + part * kMatrixBytes, lane);
+        if (save) rounded.store(saved + local * kStateBytes + part * kMatrixBytes, lane);
+        if (!REVERSE) y.add_product(read[part], rounded);
+      }
+      if (!REVERSE) {
+        Matrix u;
+        u.take_over(hand + kTileBytes, lane);
+        y.add_product(read_v_low, values);
+        y.add_product(read_v, values);
+        y.add_product(read_u, u);
+        const Matrix y_rounded = y.rounded();
+        const Place chunk(args, place.batch, place.head, args.window_begin + local);
+        __nv_bfloat16* const to = args.y + chunk.offset + place.value_block * 16 + lane % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int token = lane / 4 + i % 2 * 8;
+          if (token < chunk.valid)
+            *reinterpret_cast<uint32_t*>(to + token * chunk.stride + i / 2 * 8) = y_rounded.block[i];
+        }
+      }
+    }
+    if (step == place.chunks) break;
+    if (!REVERSE) {
+      const uint8_t* const at = shared + stage * C::kStageBytes;
+#pragma unroll
+      for (int part = 0; part < C::kParts; ++part) read[part].load(at + From::kRead + part * kMatrixBytes, lane);
+      read_u.load(at + From::kReadU, lane);
+      read_v.load(at + From::kReadV, lane);
+      read_v_low.load(at + From::kReadVLow, lane);
+      values.load_transposed(at + C::kRowsAt + warp * kMatrixBytes, lane);
+    }
+    stage = stage + 1 < C::kStages ? stage + 1 : 0;
+    copy_async_wait<C::kStages - 3>();  // the chunk after the next one is there
+    __syncthreads();
+  }
+}
+
+template <bool REVERSE, int WARPS>
+__global__ void __launch_bounds__(Scan<REVERSE, WARPS>::kThreads, WARPS == 4 ? 2 : 1)
+    scan_kernel(const Wkv7ChunkedArgs args) {
+  extern __shared__ float4 shared_memory[];
+  uint8_t* const shared = reinterpret_cast<uint8_t*>(shared_memory);
+  if (threadIdx.x < WARPS * 32) carry_state<REVERSE, WARPS>(args, shared);
+  else help_state<REVERSE, WARPS>(args, shared);
 }
 
 // Shared memory of a block of `gradients_kernel`.
@@ -610,101 +806,81 @@ struct GradientsShared {
   alignas(16) uint8_t state[kStateBytes], d[kStateBytes];                        // S_0, D_1
   uint8_t r[kTileBytes], a[kTileBytes], b_hat[kTileBytes], k_hat[kTileBytes];    // R~, A~ without masks, B^, K^
   uint8_t b_bar[kTileBytes], k_bar[kTileBytes], v[kTileBytes], dy[kTileBytes];
-  union {
-    uint8_t u[kTileBytes];  // transposed, as dz: four matrices of 16 values x 16 tokens
-    uint8_t r_low[kTileBytes];
-  };
-  union {
-    uint8_t dz[kTileBytes];
-    uint8_t k_hat_low[kTileBytes];
-  };
-  float decay_all[kSize];                 // P without resets
-  uint8_t dm_ab[2][kMatrixBytes], dm_ak[2][kMatrixBytes], dm_rb[2][kMatrixBytes], dm_rk[2][kMatrixBytes];  // and the lost
+  uint8_t w_raw[kTileBytes];
+  uint8_t u[kTileBytes], dz[kTileBytes];  // transposed: four matrices of 16 values x 16 tokens
   union {
     struct {
-      uint8_t t[kMatrixBytes], t_masked[kMatrixBytes], x[kMatrixBytes];
-      uint8_t m_ak[kMatrixBytes], m_rb[2][kMatrixBytes], m_rk[2][kMatrixBytes];
-      float m_ab_float[kChunk * kChunk], m_ak_float[kChunk * kChunk];
+      uint8_t m_rb[kMatrixBytes];
+      uint8_t of_tokens[Operands<true>::kBytes - Operands<true>::kT];  // as there
     };
-    float by_row[4][kChunk * 20];  // per warp, 16 x 16 results on their way from Sum to a thread per row; padded
+    struct {  // and what rounding lost
+      uint8_t dm_ab[2][kMatrixBytes], dm_ak[2][kMatrixBytes], dm_rb[2][kMatrixBytes], dm_rk[2][kMatrixBytes];
+    };
   };
+  uint8_t out[4][kMatrixBytes];  // per warp: results on their way to 16 bytes per thread
+
+  __device__ const uint8_t* matrix(int offset) const { return of_tokens + offset - Operands<true>::kT; }
 };
 
-// Hands a Sum over the warp's 16 key columns to the threads that own the rows. All lanes of the warp call it.
-__device__ __forceinline__ void to_rows(const Sum& sum, float* scratch, float (&x)[8]) {
-  const int lane = threadIdx.x % 32;
-  store_rows(scratch, sum, 20, lane);
+// Writes the results for 16 tokens and this warp's 16 columns. All lanes of the warp call it.
+__device__ __forceinline__ void write_rows(__nv_bfloat16* to, const Place& place, const Matrix& x, uint8_t* scratch) {
+  const int lane = threadIdx.x % 32, token = threadIdx.x % kChunk;
+  x.store(scratch, lane);
   __syncwarp();
-  const float4* from = reinterpret_cast<const float4*>(scratch + Columns::token() * 20 + lane / kChunk * 8);
-  const float4 low = from[0], high = from[1];
-  x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
-  x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
+  if (token < place.valid)
+    *reinterpret_cast<uint4*>(to + place.offset + token * place.stride + threadIdx.x / kChunk * 8) =
+        *reinterpret_cast<const uint4*>(scratch + lane * 16);
   __syncwarp();
-}
-
-__device__ __forceinline__ void own_row(const uint8_t* tile, float (&x)[8]) {
-  unpack8(*reinterpret_cast<const uint4*>(tile + threadIdx.x * 16), x);
-}
-
-__device__ __forceinline__ void write_row(__nv_bfloat16* to, const Place& place, const float (&x)[8]) {
-  if (Columns::token() < place.valid)
-    *reinterpret_cast<uint4*>(to + place.offset + Columns::token() * place.stride + Columns::column()) = pack8(x);
 }
 
 // Values of this warp: dU, dZ, U, which stay in shared memory, and dV, which is written.
-__device__ __forceinline__ void value_gradients(const Wkv7ChunkedArgs& args, GradientsShared& shared, const Place& place,
-                                       const Resets& resets) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  Matrix dy, v, left, right;
-  Sum du, z, dv;
-  du.zero(), z.zero(), dv.zero();
-  dy.load_transposed(shared.dy + warp * kMatrixBytes, lane);
-  v.load_transposed(shared.v + warp * kMatrixBytes, lane);
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    right.load_transposed(shared.m_rb[i], lane);
-    du.add_product(dy, right);
-    left.load_transposed(shared.m_rk[i], lane);
-    dv.add_product(left, dy);
-  }
-#pragma unroll
+__device__ __forceinline__ void value_gradients(const Wkv7ChunkedArgs& args, GradientsShared& shared,
+                                                const Place& place, const Resets& resets) {
+  using From = Operands<true>;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, at = warp * kMatrixBytes;
+  Matrix dy, left, right;
+  Sum du, du_state, z, dv;
+  du.zero(), du_state.zero(), z.zero(), dv.zero();
+  dy.load_transposed(shared.dy + at, lane);
+  right.load_transposed(shared.matrix(From::kRbLow), lane);
+  du.add_product(dy, right);
+  right.load_transposed(shared.m_rb, lane);
+  du.add_product(dy, right);
+  left.load_transposed(shared.matrix(From::kRkLow), lane);
+  dv.add_product(left, dy);
+  left.load_transposed(shared.matrix(From::kRk), lane);
+  dv.add_product(left, dy);
+#pragma unroll 2
   for (int part = 0; part < kSize / 16; ++part) {
     Matrix d;
     d.load(shared.d + warp * kTileBytes + part * kMatrixBytes, lane);
     right.load(shared.b_bar + part * kMatrixBytes, lane);
-    du.add_product(d, right);
+    du_state.add_product(d, right);
     left.load(shared.k_bar + part * kMatrixBytes, lane);
     dv.add_product(left, d);
     left.load(shared.state + warp * kTileBytes + part * kMatrixBytes, lane);
     right.load(shared.a + part * kMatrixBytes, lane);
     z.add_product(left, right);
   }
-  if (warp == 0) solve(shared.m_ab_float, shared.m_ak_float, resets, lane, shared.t, shared.t_masked, shared.x);
-  __syncthreads();
+#pragma unroll
+  for (int n = 0; n < 8; ++n) du.x[n / 4][n % 4] += du_state.x[n / 4][n % 4];
 
   Sum dz, u;
   dz.zero(), u.zero();
-  right.load_transposed(shared.t, lane);
+  right.load_transposed(shared.matrix(From::kT), lane);
   dz.add_product(du.rounded(), right);
   const Matrix dz_rounded = dz.rounded();
-  dz_rounded.store(shared.dz + warp * kMatrixBytes, lane);
-  left.load_transposed(shared.m_ak, lane);
+  dz_rounded.store(shared.dz + at, lane);
+  left.load_transposed(shared.matrix(From::kAk), lane);
   dv.add_product(left, dz_rounded);
 
-  right.load(shared.x, lane);
-  u.add_product(v, right);
-  right.load(shared.t_masked, lane);
-  u.add_product(z.rounded(), right);
-  u.rounded().store(shared.u + warp * kMatrixBytes, lane);
-
-  const Matrix dv_rounded = dv.rounded();
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int token = lane / 4 + i % 2 * 8;
-    if (token < place.valid)
-      *reinterpret_cast<uint32_t*>(args.dv + place.offset + token * place.stride + warp * 16 + i / 2 * 8 + lane % 4 * 2) =
-          dv_rounded.block[i];
-  }
+  left.load_transposed(shared.v + at, lane);
+  right.load(shared.matrix(From::kX), lane);
+  u.add_product(left, right);
+  right.load(shared.matrix(From::kT), lane);
+  u.add_product(first_columns(z.rounded(), resets, lane), right);
+  u.rounded().store(shared.u + at, lane);
+  write_rows(args.dv, place, dv.rounded(), shared.out[warp]);
 }
 
 // Stores a sum and what rounding it lost.
@@ -718,8 +894,8 @@ __device__ __forceinline__ void store_both(uint8_t (&to)[2][kMatrixBytes], const
 __device__ __forceinline__ void pair_gradients(GradientsShared& shared, const Resets& resets) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const bool of_dz = warp < 2, of_u = warp % 2 == 0;
-  Sum sum;
-  sum.zero();
+  Sum sum, sum_odd;
+  sum.zero(), sum_odd.zero();
 #pragma unroll
   for (int part = 0; part < kSize / 16; ++part) {
     Matrix left, right;
@@ -727,209 +903,217 @@ __device__ __forceinline__ void pair_gradients(GradientsShared& shared, const Re
     else left.load(shared.dy + part * kMatrixBytes, lane);
     if (of_u) right.load_transposed(shared.u + part * kMatrixBytes, lane);
     else right.load(shared.v + part * kMatrixBytes, lane);
-    sum.add_product(left, right);
+    (part % 2 ? sum_odd : sum).add_product(left, right);
   }
+#pragma unroll
+  for (int n = 0; n < 8; ++n) sum.x[n / 4][n % 4] += sum_odd.x[n / 4][n % 4];
   if (of_dz) mask_pairs<true>(sum, resets, lane);
   else mask_pairs<false>(sum, resets, lane);
   store_both(of_dz ? (of_u ? shared.dm_ab : shared.dm_ak) : (of_u ? shared.dm_rb : shared.dm_rk), sum, lane);
 }
 
-// What the states contribute to the gradients of this warp's keys: dY S_0, dZ S_0, U D_1, V D_1, and S_0^T D_1.
-struct StateTerms {
-  Sum r, a, b, k, decay;
+// The gradients of r, w_raw, k, a, b for a warp's 16 key columns.
+struct KeyGradients {
+  const Wkv7ChunkedArgs& args;
+  GradientsShared& shared;
+  const Place& place;
+  const Resets resets;
+  const int thread, lane, warp, at;
+  Share earlier, later, own;  // of dl: terms summed over earlier and over later tokens, and the rest
 
-  __device__ explicit StateTerms(const GradientsShared& shared) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    r.zero(), a.zero(), b.zero(), k.zero(), decay.zero();
+  __device__ KeyGradients(const Wkv7ChunkedArgs& args_, GradientsShared& shared_, const Place& place_,
+                          const Resets& resets_)
+      : args(args_), shared(shared_), place(place_), resets(resets_), thread(thread_again()), lane(thread % 32),
+        warp(thread / 32), at(thread / 32 * kMatrixBytes) {}
+
+  // sum += left right^T. left: a 16 x 16 matrix that lies as it is or transposed.
+  template <bool TRANSPOSED>
+  __device__ void add_left(Sum& sum, const uint8_t* left_matrix, const Matrix& right) {
+    Matrix left;
+    if (TRANSPOSED) left.load_transposed(left_matrix, lane);
+    else left.load(left_matrix, lane);
+    sum.add_product(left, right);
+  }
+  // sum += pairs times the warp's columns of a tile.
+  template <bool TRANSPOSED>
+  __device__ void add_pairs(Sum& sum, const uint8_t (&pairs)[2][kMatrixBytes], const uint8_t* tile) {
+    Matrix right;
+    right.load_transposed(tile + at, lane);
+    add_left<TRANSPOSED>(sum, pairs[1], right);
+    add_left<TRANSPOSED>(sum, pairs[0], right);
+  }
+
+  // One of b and k: what D_1 contributes, and what the tokens do; takes both from `earlier` and writes the gradient.
+  __device__ void finish_b_or_k(const Decays& decays, const Sum& of_state, const Sum& of_pairs, const uint8_t* hat,
+                                const uint8_t* bar, __nv_bfloat16* to) {
+    const Tokens tokens(resets, lane);
+    Matrix factor, factor_bar;
+    factor.load(hat + at, lane);
+    factor_bar.load(bar + at, lane);
+    const Share inverse = decays.inverse(), to_end = decays.to_end(inverse, tokens);
+    Share result;
 #pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      const float state_term = of_state.x[n / 4][n % 4], pair_term = of_pairs.x[n / 4][n % 4];
+      earlier[n] -= factor.element(n) * pair_term + factor_bar.element(n) * state_term;
+      result[n] = inverse[n] * pair_term + to_end[n] * state_term;
+    }
+    write_rows(to, place, result.rounded(), shared.out[warp]);
+  }
+
+  __device__ void of_b_and_k(const Decays& decays) {
+    Sum b_state, k_state, b_pairs, k_pairs;
+    b_state.zero(), k_state.zero(), b_pairs.zero(), k_pairs.zero();
+#pragma unroll 2
     for (int part = 0; part < kSize / 16; ++part) {
-      Matrix state, d, left;
-      state.load_transposed(shared.state + part * kTileBytes + warp * kMatrixBytes, lane);
-      d.load_transposed(shared.d + part * kTileBytes + warp * kMatrixBytes, lane);
-      left.load(shared.dy + part * kMatrixBytes, lane);
-      r.add_product(left, state);
-      left.load_transposed(shared.dz + part * kMatrixBytes, lane);
-      a.add_product(left, state);
-      left.load_transposed(shared.u + part * kMatrixBytes, lane);
-      b.add_product(left, d);
-      left.load(shared.v + part * kMatrixBytes, lane);
-      k.add_product(left, d);
-      decay.add_product(state, d);
+      Matrix d;
+      d.load_transposed(shared.d + part * kTileBytes + at, lane);
+      add_left<true>(b_state, shared.u + part * kMatrixBytes, d);
+      add_left<false>(k_state, shared.v + part * kMatrixBytes, d);
     }
+#pragma unroll
+    for (int n = 0; n < 8; ++n) earlier[n] = 0.0f;
+    add_pairs<true>(b_pairs, shared.dm_ab, shared.a);
+    add_pairs<true>(b_pairs, shared.dm_rb, shared.r);
+    finish_b_or_k(decays, b_state, b_pairs, shared.b_hat, shared.b_bar, args.db);
+    add_pairs<true>(k_pairs, shared.dm_ak, shared.a);
+    add_pairs<true>(k_pairs, shared.dm_rk, shared.r);
+    finish_b_or_k(decays, k_state, k_pairs, shared.k_hat, shared.k_bar, args.dk);
+  }
+
+  __device__ void of_r_and_a(const Decays& decays) {
+    const Tokens tokens(resets, lane);
+    Sum r_state, a_state, r_pairs, a_pairs;
+    r_state.zero(), a_state.zero(), r_pairs.zero(), a_pairs.zero();
+#pragma unroll 2
+    for (int part = 0; part < kSize / 16; ++part) {
+      Matrix state;
+      state.load_transposed(shared.state + part * kTileBytes + at, lane);
+      add_left<false>(r_state, shared.dy + part * kMatrixBytes, state);
+      add_left<true>(a_state, shared.dz + part * kMatrixBytes, state);
+    }
+    Matrix factor;
+    Share result;
+    add_pairs<false>(r_pairs, shared.dm_rb, shared.b_hat);
+    add_pairs<false>(r_pairs, shared.dm_rk, shared.k_hat);
+    factor.load(shared.r + at, lane);
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      const float state_term = tokens.first[n / 2 % 2] ? r_state.x[n / 4][n % 4] : 0.0f;
+      const float pair_term = r_pairs.x[n / 4][n % 4];
+      result[n] = decays.upto[n] * (state_term + pair_term);
+      later[n] = factor.element(n) * state_term;
+      earlier[n] += factor.element(n) * pair_term;
+    }
+    write_rows(args.dr, place, result.rounded(), shared.out[warp]);
+    add_pairs<false>(a_pairs, shared.dm_ab, shared.b_hat);
+    add_pairs<false>(a_pairs, shared.dm_ak, shared.k_hat);
+    factor.load(shared.a + at, lane);
+    const Share before = decays.before(lane);
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      const float state_term = tokens.first[n / 2 % 2] ? a_state.x[n / 4][n % 4] : 0.0f;
+      const float pair_term = a_pairs.x[n / 4][n % 4];
+      result[n] = before[n] * (state_term + pair_term);
+      later[n] += factor.element(n) * state_term;
+      own[n] = earlier[n] - factor.element(n) * state_term;
+      earlier[n] += factor.element(n) * pair_term;
+    }
+    write_rows(args.da, place, result.rounded(), shared.out[warp]);
+  }
+
+  __device__ void of_w_raw(const Decays& decays) {
+    const Tokens tokens(resets, lane);
+    Sum both;  // S_0^T D_1, whose diagonal is colsum(S_0 * D_1)
+    both.zero();
+#pragma unroll 2
+    for (int part = 0; part < kSize / 16; ++part) {
+      Matrix state, d;
+      state.load_transposed(shared.state + part * kTileBytes + at, lane);
+      d.load_transposed(shared.d + part * kTileBytes + at, lane);
+      both.add_product(state, d);
+    }
+    float decay[4];  // of this lane's columns; element (c, c) lies in lane 4 (c % 8) + c % 8 / 2
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      decay[i] = decays.all[i] * __shfl_sync(kAllLanes, both.x[i / 2][i / 2 * 2 + i % 2], lane % 4 * 9 + i % 2 * 4);
+    earlier.sum_from(tokens.start, lane);
+    later.sum_to_end(lane);
+    Matrix raw;
+    raw.load(shared.w_raw + at, lane);
+    Share result;
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      const float through = resets.bits == 0 ? decay[n / 4 * 2 + n % 2] : 0.0f;
+      const float dl = own[n] - earlier[n] + (tokens.first[n / 2 % 2] ? through + later[n] : 0.0f);
+      const float power = exp2_fast(fminf(-kLog2E * raw.element(n), 60.0f)), sigmoid = reciprocal_fast(1.0f + power);
+      result[n] = -kLogDecayScale * (sigmoid * (sigmoid * power)) * dl;
+    }
+    write_rows(args.dw_raw, place, result.rounded(), shared.out[warp]);
   }
 };
-
-// What the tokens of the chunk contribute.
-struct TokenTerms {
-  Sum r, a, b, k;
-
-  __device__ explicit TokenTerms(const GradientsShared& shared) {
-    const int lane = threadIdx.x % 32, at = threadIdx.x / 32 * kMatrixBytes;
-    r.zero(), a.zero(), b.zero(), k.zero();
-    Matrix b_hat, k_hat, a_tilde, r_tilde, left;
-    b_hat.load_transposed(shared.b_hat + at, lane);
-    k_hat.load_transposed(shared.k_hat + at, lane);
-    a_tilde.load_transposed(shared.a + at, lane);
-    r_tilde.load_transposed(shared.r + at, lane);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      left.load(shared.dm_rb[i], lane);
-      r.add_product(left, b_hat);
-      left.load(shared.dm_rk[i], lane);
-      r.add_product(left, k_hat);
-      left.load(shared.dm_ab[i], lane);
-      a.add_product(left, b_hat);
-      left.load(shared.dm_ak[i], lane);
-      a.add_product(left, k_hat);
-      left.load_transposed(shared.dm_ab[i], lane);
-      b.add_product(left, a_tilde);
-      left.load_transposed(shared.dm_rb[i], lane);
-      b.add_product(left, r_tilde);
-      left.load_transposed(shared.dm_ak[i], lane);
-      k.add_product(left, a_tilde);
-      left.load_transposed(shared.dm_rk[i], lane);
-      k.add_product(left, r_tilde);
-    }
-  }
-};
-
-// The gradients of r, w_raw, k, a, b, from the sums over this warp's key columns.
-__device__ __forceinline__ void key_gradients(const Wkv7ChunkedArgs& args, const GradientsShared& shared, float* scratch,
-                                     const Place& place, const Resets& resets, const Columns& columns,
-                                     const StateTerms& of_state, const TokenTerms& of_tokens) {
-  const int t = Columns::token();
-  const bool first = resets.first_segment(t);
-  const float to_end_mask = resets.last_segment(t) ? 1.0f : 0.0f;
-  const float* decay_all = shared.decay_all + Columns::column();
-  float later[8], earlier[8], own[8];  // of dl: terms summed over later and over earlier tokens, and the rest
-
-  float state_term[8], token_term[8], factor[8], result[8];
-  to_rows(of_state.r, scratch, state_term);
-  to_rows(of_tokens.r, scratch, token_term);
-  own_row(shared.r, factor);
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    state_term[i] = first ? state_term[i] : 0.0f;
-    result[i] = columns.decay[i] * (state_term[i] + token_term[i]);
-    later[i] = factor[i] * state_term[i];
-    earlier[i] = factor[i] * token_term[i];
-  }
-  write_row(args.dr, place, result);
-
-  float inverse[8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) inverse[i] = reciprocal_fast(columns.decay[i]);
-  to_rows(of_state.b, scratch, state_term);
-  to_rows(of_tokens.b, scratch, token_term);
-  own_row(shared.b_hat, factor);
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    earlier[i] -= factor[i] * token_term[i];
-    result[i] = inverse[i] * (token_term[i] + to_end_mask * decay_all[i] * state_term[i]);
-  }
-  own_row(shared.b_bar, factor);
-#pragma unroll
-  for (int i = 0; i < 8; ++i) earlier[i] -= factor[i] * state_term[i];
-  write_row(args.db, place, result);
-
-  to_rows(of_state.k, scratch, state_term);
-  to_rows(of_tokens.k, scratch, token_term);
-  own_row(shared.k_hat, factor);
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    earlier[i] -= factor[i] * token_term[i];
-    result[i] = inverse[i] * (token_term[i] + to_end_mask * decay_all[i] * state_term[i]);
-  }
-  own_row(shared.k_bar, factor);
-#pragma unroll
-  for (int i = 0; i < 8; ++i) earlier[i] -= factor[i] * state_term[i];
-  write_row(args.dk, place, result);
-
-  to_rows(of_state.a, scratch, state_term);
-  to_rows(of_tokens.a, scratch, token_term);
-  own_row(shared.a, factor);
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const float before = __shfl_up_sync(kAllLanes, columns.decay[i], 1, kChunk);
-    state_term[i] = first ? state_term[i] : 0.0f;
-    result[i] = (t == 0 ? 1.0f : before) * (state_term[i] + token_term[i]);
-    later[i] += factor[i] * state_term[i];
-    own[i] = earlier[i] - (first ? factor[i] * state_term[i] : 0.0f);
-    earlier[i] += factor[i] * token_term[i];
-  }
-  write_row(args.da, place, result);
-
-  store_rows(scratch, of_state.decay, 20, threadIdx.x % 32);
-  __syncwarp();
-  const float* diagonal = scratch + Columns::column() % 16 * 21;
-  const int start = resets.segment_start(t);
-  float w_raw[8];
-  unpack8(columns.w_raw, w_raw);
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-#pragma unroll
-    for (int step = 1; step < kChunk; step *= 2) {
-      const float from_earlier = __shfl_up_sync(kAllLanes, earlier[i], step, kChunk);
-      const float from_later = __shfl_down_sync(kAllLanes, later[i], step, kChunk);
-      if (t - step >= start) earlier[i] += from_earlier;
-      if (t + step < kChunk) later[i] += from_later;
-    }
-    const float through = resets.bits == 0 ? decay_all[i] * diagonal[i * 21] : 0.0f;
-    const float dl = own[i] - earlier[i] + (first ? through + later[i] : 0.0f);
-    result[i] = -kLogDecayScale * sigmoid_fast(w_raw[i]) * sigmoid_fast(-w_raw[i]) * dl;
-  }
-  write_row(args.dw_raw, place, result);
-}
 
 __global__ void __launch_bounds__(kChunkThreads, kGradientsBlocks) gradients_kernel(const Wkv7ChunkedArgs args) {
   extern __shared__ float4 shared_memory[];
   GradientsShared& shared = *reinterpret_cast<GradientsShared*>(shared_memory);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  using From = Operands<true>;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, at = warp * kMatrixBytes;
   const Place place = place_of_block(args);
-  const Resets resets = place.resets(args, lane);
-  const int64_t chunks = args.window_end - args.window_begin, all_chunks = (args.tokens + kChunk - 1) / kChunk;
-  const int64_t batch_head = place.batch * args.heads + place.head;
-  const uint8_t* state = args.starts + (batch_head * all_chunks + place.chunk) * kStateBytes;
-  const uint8_t* d = args.ends + (batch_head * chunks + place.chunk - args.window_begin) * kStateBytes;
+  fetch_tile(shared.w_raw, args.w_raw, place);
+  fetch_tile(shared.r, args.r, place);
+  fetch_tile(shared.a, args.a, place);
+  fetch_tile(shared.b_hat, args.b, place);
+  fetch_tile(shared.k_hat, args.k, place);
+  copy_async_commit();
+  {
+    const int64_t chunks = args.window_end - args.window_begin, all_chunks = (args.tokens + kChunk - 1) / kChunk;
+    const int64_t batch_head = place.batch * args.heads + place.head;
+    const int64_t local = batch_head * chunks + place.chunk - args.window_begin;
+    const uint8_t* state = args.starts + (batch_head * all_chunks + place.chunk) * kStateBytes + threadIdx.x * 16;
+    const uint8_t* d = args.ends + local * kStateBytes + threadIdx.x * 16;
+    const uint8_t* matrices = args.operands + local * From::kBytes;
+    fetch_tile(shared.v, args.v, place);
+    fetch_tile(shared.dy, args.dy, place);
 #pragma unroll
-  for (int at = threadIdx.x * 16; at < kStateBytes; at += kChunkThreads * 16) {
-    copy_async(shared.d + at, d + at, true);
-    copy_async(shared.state + at, state + at, true);
+    for (int i = 0; i < kStateBytes; i += kChunkThreads * 16) {
+      copy_async(shared.d + threadIdx.x * 16 + i, d + i, true);
+      copy_async(shared.state + threadIdx.x * 16 + i, state + i, true);
+    }
+    const int part = threadIdx.x * 16;
+    copy_async(shared.of_tokens + part, matrices + From::kT + part, true);
+    if (warp < 2) copy_async(shared.of_tokens + kTileBytes + part, matrices + From::kT + kTileBytes + part, true);
+    if (warp == 2) copy_async(shared.m_rb + lane * 16, matrices + From::kMatrix + lane * 16, true);
   }
   copy_async_commit();
-  put(shared.v, Columns::fetch(args.v, place));
-  put(shared.dy, Columns::fetch(args.dy, place));
-  Tiles tiles;
-  tiles.r = shared.r, tiles.r_low = shared.r_low;
-  tiles.a = shared.a, tiles.b_hat = shared.b_hat, tiles.k_hat = shared.k_hat, tiles.k_hat_low = shared.k_hat_low;
-  tiles.r_masked = tiles.r_masked_low = tiles.k_bar_low = nullptr;
-  tiles.b_bar = shared.b_bar, tiles.k_bar = shared.k_bar;
-  const Columns columns = decay_columns(args, place, resets, true, tiles);
-  if (Columns::token() == kChunk - 1) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) shared.decay_all[Columns::column() + i] = columns.decay[i];
-  }
-  __syncthreads();
+  const Resets resets = place.resets(args, lane);
+  const Tokens tokens(resets, lane);
+  copy_async_wait<1>();
+  __syncwarp();  // a warp brings in its own columns
 
-  if (warp == 0)
-    store_rows(shared.m_ab_float, tile_pairs<true>(resets, lane, shared.a, shared.b_hat), kChunk, lane);
-  if (warp == 1) {
-    const Sum m_ak = tile_pairs<true>(resets, lane, shared.a, shared.k_hat);
-    store_rows(shared.m_ak_float, m_ak, kChunk, lane);
-    m_ak.rounded().store(shared.m_ak, lane);
+  const Decays decays(shared.w_raw + at, place.valid, lane);
+  {
+    Matrix r, a, b, k;
+    r.load(shared.r + at, lane), a.load(shared.a + at, lane);
+    b.load(shared.b_hat + at, lane), k.load(shared.k_hat + at, lane);
+    __syncwarp();
+    Factor(r, decays.upto).high.store(shared.r + at, lane);
+    Factor(a, decays.before(lane)).high.store(shared.a + at, lane);
+    const Share inverse = decays.inverse(), to_end = decays.to_end(inverse, tokens);
+    Factor(b, inverse).high.store(shared.b_hat + at, lane);
+    Factor(b, to_end).high.store(shared.b_bar + at, lane);
+    Factor(k, inverse).high.store(shared.k_hat + at, lane);
+    Factor(k, to_end).high.store(shared.k_bar + at, lane);
   }
-  if (warp == 2) store_both(shared.m_rb, tile_pairs<false>(resets, lane, shared.r, shared.b_hat), lane);
-  if (warp == 3) store_both(shared.m_rk, precise_pairs(resets, lane, tiles), lane);
   copy_async_wait<0>();
   __syncthreads();
-
-  value_gradients(args, shared, place, resets);
+  value_gradients(args, shared, place, resets.again());
   __syncthreads();
-  pair_gradients(shared, resets);
+  pair_gradients(shared, resets.again());
   __syncthreads();
-  const StateTerms of_state(shared);
-  const TokenTerms of_tokens(shared);
-  key_gradients(args, shared, shared.by_row[warp], place, resets, columns, of_state, of_tokens);
+  KeyGradients gradients(args, shared, place, resets.again());
+  gradients.of_b_and_k(decays);
+  gradients.of_r_and_a(decays);
+  gradients.of_w_raw(decays);
 }
 
 }  // namespace wkv7

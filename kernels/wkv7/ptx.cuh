@@ -72,4 +72,11 @@ __device__ __forceinline__ void copy_async_wait() {
   WKV7_ASM_MEMORY("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
+// The same number, but the compiler does not know: it makes what follows from it anew instead of keeping it in registers.
+__device__ __forceinline__ unsigned hidden(unsigned x) {
+  WKV7_ASM_MEMORY("mov.u32 %0, %0;" : "+r"(x));
+  return x;
+}
+__device__ __forceinline__ int thread_again() { return static_cast<int>(hidden(threadIdx.x)); }
+
 }  // namespace wkv7

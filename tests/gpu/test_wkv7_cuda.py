@@ -50,7 +50,11 @@ TENSOR_CORE = Setup("tensor_core", torch.bfloat16)
 SETUPS = (Setup("sequential", torch.float32), Setup("sequential", torch.bfloat16), TENSOR_CORE)
 TENSOR_CORE_LIMITS = {"y": 3.3e-3, "state_out": 2e-3, "dstate": 2e-3, "da": 5e-3, "db": 5e-3}
 TENSOR_CORE_LIMIT = 3.5e-3  # of the other results
-SAME_KEY_LIMIT = 2.5e-2  # of da and db when all keys are equal: what they depend on nearly cancels
+# When all keys are equal, what da and db depend on nearly cancels: S a and D b stay small, as every token removes them,
+# while the rest of S and D grows like a random walk. Rounding the decayed a and b turns them by the same angle at every
+# token, so the error, a part of that rest, grows with the root of the number of tokens.
+SAME_KEY_LIMIT, SAME_KEY_TOKENS = 2.5e-2, 512  # of da and db, up to this many tokens
+SLOW_DW_LIMIT = 4e-3  # without decay: dw_raw is S times D summed over the values, both large and saved in bfloat16
 FEW_ELEMENTS, FEW_FACTOR = 4096, 1.25  # the error of a short row scatters
 
 
@@ -187,12 +191,14 @@ def error(found: Tensor, expected: Tensor) -> float:
     return ((found.double() - expected).norm() / expected.norm().clamp_min(TINY)).item()
 
 
-def limit(name: str, setup: Setup, kind: str, elements: int) -> float:
-    """Tolerance of the relative L2 error of one result of one batch row."""
+def limit(name: str, setup: Setup, kind: str, tokens: int, elements: int) -> float:
+    """Tolerance of the relative L2 error of one result of one batch row of some tokens."""
     if setup.kernel == "tensor_core":
         tolerance = TENSOR_CORE_LIMITS.get(name, TENSOR_CORE_LIMIT)
         if kind == "same_key" and name in ("da", "db"):
-            tolerance = SAME_KEY_LIMIT
+            tolerance = SAME_KEY_LIMIT * max(1.0, math.sqrt(tokens / SAME_KEY_TOKENS))
+        if kind == "slow" and name == "dw_raw":
+            tolerance = SLOW_DW_LIMIT
         return tolerance * (FEW_FACTOR if elements < FEW_ELEMENTS else 1)
     return 2e-3 if setup.dtype == torch.bfloat16 and name not in IN_STATE_DTYPE else 1e-5
 
@@ -211,7 +217,7 @@ def compare(
         for i, kind in enumerate(kinds):
             difference, largest = (found[name][i].double() - expected[name][i]).abs(), expected[name][i].abs().max()
             worst = (difference.max() / largest.clamp_min(TINY)).item()
-            tolerance = limit(name, setup, kind, expected[name][i].numel())
+            tolerance = limit(name, setup, kind, expected["y"].shape[1], expected[name][i].numel())
             by_limit.setdefault(tolerance, []).append((error(found[name][i], expected[name][i]), worst, kind))
         for tolerance, errors in by_limit.items():
             value, _, kind = max(errors)
@@ -405,7 +411,7 @@ def run_guarded(case: Case, setup: Setup, guarded: Guarded) -> dict[str, Tensor]
         backward["ends"] = guarded.empty(states, torch.bfloat16)
         for arguments, count in zip((forward, backward), cuda_chunked.OPERANDS_BYTES, strict=True):
             arguments["operands"] = guarded.empty((batch, heads, windows, count // 2), torch.bfloat16)
-        sizes, prefix = {"warps": 4}, "wkv7_chunked"
+        sizes, prefix = {"warps": 4, "piece": windows}, "wkv7_chunked"
     else:
         forward["starts"] = backward["starts"] = guarded.empty((batch, heads, windows, size, size), torch.float32)
         backward["workspace_du"] = guarded.empty((batch, heads, windows, WINDOW, size), torch.float32)
@@ -432,7 +438,8 @@ def check_misaligned() -> Iterator[Row]:
 
 def check_stream_and_graph() -> Iterator[Row]:
     """Another stream than the default one, and a captured graph replayed on other inputs."""
-    first, second = (draw(100, 3, 64, [("model", "not_first")], seed) for seed in (1, 2))
+    # Long enough for several pieces, whose kernels run side by side.
+    first, second = (draw(600, 3, 64, [("model", "not_first")], seed) for seed in (1, 2))
     for setup in SETUPS[1:]:
         expected = run(first, setup)
         stream = torch.cuda.Stream()

@@ -20,30 +20,33 @@ OLDEST_ARCH = 80
 STARTS_DTYPE = torch.bfloat16
 """Of the saved states [B,H,windows,N,N]. Their elements lie in the kernels' own order."""
 
-OPERANDS_BYTES = (12544, 8960)
-"""Working memory per window of one head for the scan: forward, backward (`Operands` in chunked.cuh)."""
+OPERANDS_BYTES = (12544, 12032)
+"""Working memory per window of one head: forward, backward (`Operands` in chunked.cuh)."""
+
+BUFFERS = (2, 3)
+"""Pieces that are in work at once: forward, backward (`kBuffers` in chunked.cu)."""
 
 _WORKSPACE_BYTES = 96 << 20
+_PIECES = 4  # or more: while a piece is scanned, the next is prepared and the one before finished
+_SHORTEST_PIECE = 16  # windows, unless the working memory is too small
 
 
 def forward(
     r: Tensor, w_raw: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
     state: Tensor, reset: Tensor | None, save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """As `trainer.ops.wkv7.cuda.forward`; in pieces, as `backward`."""
+    """As `trainer.ops.wkv7.cuda.forward`; in pieces, from the first token to the last, as `backward`."""
     batch, tokens, heads, size = r.shape
     count = windows(tokens)
     y, state_out = torch.empty_like(r), torch.empty_like(state)
     starts = torch.empty((batch, heads, count, size, size) if save else 0, dtype=STARTS_DTYPE, device=r.device)
-    piece = _piece(count, batch * heads * OPERANDS_BYTES[0])
+    piece, buffers = _pieces(count, batch * heads * OPERANDS_BYTES[0], BUFFERS[0])
     pointers = aligned({
         "r": r, "w_raw": w_raw, "k": k, "v": v, "a": a, "b": b, "reset": reset, "state": state,
         "y": y, "state_out": state_out, "starts": starts if save else None,
-        "operands": _bytes(r, batch * heads * piece * OPERANDS_BYTES[0]),
+        "operands": _bytes(r, buffers * batch * heads * piece * OPERANDS_BYTES[0]),
     })  # fmt: skip
-    for begin in range(0, count, piece):
-        launch("wkv7_chunked_forward", r, pointers, (begin, min(count, begin + piece)), warps=_warps(r))
-        pointers["state"] = state_out
+    launch("wkv7_chunked_forward", r, pointers, (0, count), warps=_warps(r), piece=piece)
     return y, state_out, starts
 
 
@@ -53,24 +56,22 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """As `trainer.ops.wkv7.cuda.backward`.
 
-    Long or wide batches are walked in pieces, from the last token to the first, to bound the working memory
-    (96 MiB, or what one window of 16 tokens needs). The pieces do not change the result.
+    Rows are walked in pieces, from the last token to the first: the kernels work on several at once, and pieces
+    bound the working memory (96 MiB, or what three windows of 16 tokens need). They do not change the result.
     """
     batch, tokens, heads, size = r.shape
     count = windows(tokens)
     dr, dw_raw, dk, dv, da, db = (torch.empty_like(r) for _ in range(6))
     dstate = torch.empty(batch, heads, size, size, dtype=torch.float32, device=r.device)
     ends_bytes = size * size * STARTS_DTYPE.itemsize
-    piece = _piece(count, batch * heads * (OPERANDS_BYTES[1] + ends_bytes))
+    piece, buffers = _pieces(count, batch * heads * (OPERANDS_BYTES[1] + ends_bytes), BUFFERS[1])
     pointers = aligned({
         "r": r, "w_raw": w_raw, "k": k, "v": v, "a": a, "b": b, "reset": reset, "starts": starts, "dy": dy,
         "dstate_in": dstate_out, "dr": dr, "dw_raw": dw_raw, "dk": dk, "dv": dv, "da": da, "db": db, "dstate": dstate,
-        "operands": _bytes(r, batch * heads * piece * OPERANDS_BYTES[1]),
-        "ends": _bytes(r, batch * heads * piece * ends_bytes),
+        "operands": _bytes(r, buffers * batch * heads * piece * OPERANDS_BYTES[1]),
+        "ends": _bytes(r, buffers * batch * heads * piece * ends_bytes),
     })  # fmt: skip
-    for end in range(count, 0, -piece):
-        launch("wkv7_chunked_backward", r, pointers, (max(0, end - piece), end), warps=_warps(r))
-        pointers["dstate_in"] = dstate
+    launch("wkv7_chunked_backward", r, pointers, (0, count), warps=_warps(r), piece=piece)
     return dr, dw_raw, dk, dv, da, db, dstate
 
 
@@ -78,10 +79,11 @@ def _bytes(like: Tensor, count: int) -> Tensor:
     return torch.empty(count, dtype=torch.uint8, device=like.device)
 
 
-def _piece(count: int, window_bytes: int) -> int:
-    """Windows per launch: equal pieces that fit the working memory."""
-    pieces = -(-count * window_bytes // _WORKSPACE_BYTES)
-    return max(1, -(-count // pieces))
+def _pieces(count: int, window_bytes: int, buffers: int) -> tuple[int, int]:
+    """Windows per piece, all pieces but the last alike, and how many pieces are to have working memory at once."""
+    pieces = max(min(_PIECES, count // _SHORTEST_PIECE), -(-count * window_bytes * buffers // _WORKSPACE_BYTES), 1)
+    piece = max(1, -(-count // pieces))
+    return piece, min(buffers, -(-count // piece))
 
 
 def _warps(r: Tensor) -> int:
