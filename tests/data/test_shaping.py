@@ -250,7 +250,7 @@ def test_mixture_keeps_the_source_of_each_document(tmp_path):
 @pytest.mark.parametrize(
     ("entry", "words"),
     [
-        ({"source": "x", "sorce": 1}, r"data.sources\[0\].sorce: is no setting"),
+        ({"source": "x", "origin": 1}, r"data.sources\[0\].origin: is no setting"),
         ({"source": "x", "tokenizer": "byte"}, r"data.sources\[0\].tokenizer: is shared"),
         ({"source": "x", "epochs": 1, "weight": 1}, "epochs and weight"),
         ({"source": "x", "tokens": -1}, r"data.sources\[0\].tokens: out of range"),

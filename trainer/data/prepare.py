@@ -21,66 +21,37 @@ from typing import Any
 import numpy as np
 
 from trainer.config.schema import DataConfig, TrainerConfig
-from trainer.data import encode, formats, sources, tokenizers
+from trainer.data import formats
 from trainer.data.binidx import BinIdx
 from trainer.data.encode import EncodedFile, Encoder, encode_records
-from trainer.data.format_choice import find_format, format_settings, given_format
+from trainer.data.format_choice import find_format
 from trainer.data.formats import RecordFormat
 from trainer.data.manifest import (
     MANIFEST_NAME,
     Manifest,
-    SourceFile,
     describe_change,
-    fingerprint_source,
     list_files,
     read_manifest,
     sync_folder,
     verify_files,
     write_manifest,
 )
-from trainer.data.mixing import SourceSettings, document_passes, read_datapack, source_epochs, source_settings
+from trainer.data.mixing import document_passes, read_datapack, source_epochs
 from trainer.data.npy import open_npy
 from trainer.data.progress import report_progress
 from trainer.data.remote import RemoteFolder
 from trainer.data.saving import Part, SplitWriter
 from trainer.data.selection import document_window, in_words, keep_documents, order_documents, split_documents
-from trainer.data.sources import Source, binidx_source, find_flat, find_source, first_record, read_batches
+from trainer.data.sources import find_flat, first_record, read_batches
 from trainer.data.store import ArrowStore, FlatStore, SubsetStore, TokenStore, check_token_ids
+from trainer.data.work import VERSION, Work, binidx_work, find_work, has_source, recipe_of, tokenizer_of
 from trainer.errors import ConfigError, DataError, StorageError
 from trainer.logs import get_logger, log_once, mask_secrets
 
 __all__ = ["VERSION", "PreparedSummary", "open_prepared", "prepare"]
 
-VERSION = 2
-"""Raise it when filtering, splitting, shaping or saving change; prepared data sets are then rebuilt."""
-
 _SEED = TrainerConfig.deterministic_order_seed
-_SHAPE_SETTINGS = (
-    "train_on_end",
-    "data_prefix_skip_mask",
-    "dataset_offset",
-    "dataset_length",
-    "text_rechunk_auto",
-    "text_rechunk_force",
-    "text_rechunk_size",
-    "sort_by_length",
-    "sort_asc",
-    "reverse_train_dataset_before_save",
-)
-
 logger = get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class _Work:
-    """A source of the data set together with its settings."""
-
-    settings: SourceSettings
-    source: Source
-
-    @property
-    def data(self) -> DataConfig:
-        return self.settings.data
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,10 +107,10 @@ def prepare(
     started = time.monotonic()
     flat = find_flat(data) if from_binidx is None else None
     where = flat or mask_secrets(data.data_path)
-    if flat is not None or not (from_binidx or _has_source(data)) or data.skip_datapath_setup:
+    if flat is not None or not (from_binidx or has_source(data)) or data.skip_datapath_setup:
         reason, manifest = None, open_prepared(data, seed=seed, vocab_size=vocab_size)[2]
     else:
-        data, work = _work(data) if from_binidx is None else _binidx_work(data, from_binidx)
+        data, work = find_work(data) if from_binidx is None else binidx_work(data, from_binidx)
         where = mask_secrets(data.data_path)
         reason, manifest = _prepare_anywhere(data, work, seed, force)
         _check_vocabulary(_local(data), manifest, vocab_size)
@@ -155,27 +126,7 @@ def prepare(
     )
 
 
-def _has_source(data: DataConfig) -> bool:
-    return any(value is not None for value in (data.source, data.sources, data.datapack_config_path))
-
-
-def _work(data: DataConfig) -> tuple[DataConfig, list[_Work]]:
-    """The settings that all sources share, and each source."""
-    if data.datapack_config_path is not None:
-        data = read_datapack(data)
-    work = [_Work(settings, find_source(settings.data)) for settings in source_settings(data)]
-    for part in work:
-        given_format(part.data)
-    return data, work
-
-
-def _binidx_work(data: DataConfig, prefix: Path) -> tuple[DataConfig, list[_Work]]:
-    """A .bin/.idx pair as the source; its documents are taken as they are."""
-    data = dataclasses.replace(data, source="binidx", source_data_dir=str(prefix), append_end_of_document=False)
-    return data, [_Work(SourceSettings(prefix.name, data), binidx_source(prefix))]
-
-
-def _prepare_anywhere(data: DataConfig, work: list[_Work], seed: int, force: bool) -> tuple[str | None, Manifest]:
+def _prepare_anywhere(data: DataConfig, work: list[Work], seed: int, force: bool) -> tuple[str | None, Manifest]:
     if not RemoteFolder.is_remote(data.data_path):
         return _prepare_folder(data, work, seed, force)
     remote = RemoteFolder(data)
@@ -194,7 +145,7 @@ def _local(data: DataConfig) -> DataConfig:
     return dataclasses.replace(data, data_path=str(RemoteFolder(data).local))
 
 
-def _prepare_folder(data: DataConfig, work: list[_Work], seed: int, force: bool) -> tuple[str | None, Manifest]:
+def _prepare_folder(data: DataConfig, work: list[Work], seed: int, force: bool) -> tuple[str | None, Manifest]:
     if data.data_path is None:
         raise ConfigError("data.data_path", "is not set", fix="name a folder that will hold the prepared data set")
     target = Path(data.data_path)
@@ -214,7 +165,7 @@ def _prepare_folder(data: DataConfig, work: list[_Work], seed: int, force: bool)
         return reason, _build(data, work, seed, target)
 
 
-def _state(target: Path, data: DataConfig, work: list[_Work], seed: int) -> tuple[Manifest | None, str | None]:
+def _state(target: Path, data: DataConfig, work: list[Work], seed: int) -> tuple[Manifest | None, str | None]:
     """The manifest of `target`, and why it must be built anew (None: it need not be)."""
     if not target.exists():
         return None, "it does not exist yet"
@@ -222,7 +173,7 @@ def _state(target: Path, data: DataConfig, work: list[_Work], seed: int) -> tupl
         manifest = read_manifest(target)
         if manifest is None:
             return None, _reason_without_manifest(target)
-        reason = describe_change(manifest.recipe, _recipe(data, work, seed, manifest.source_files)[0])
+        reason = describe_change(manifest.recipe, recipe_of(data, work, seed, manifest.source_files)[0])
         if reason is None:
             verify_files(target, manifest)
         return manifest, reason
@@ -241,70 +192,6 @@ def _reason_without_manifest(target: Path) -> str:
             fix="name another one, or set data.skip_datapath_setup: true to use it as it is",
         )
     return "it is empty"
-
-
-def _recipe(
-    data: DataConfig, work: list[_Work] | None, seed: int, known: list[SourceFile]
-) -> tuple[dict[str, Any], list[SourceFile]]:
-    """Everything that decides the content of the prepared data set, and the source files as they are now."""
-    tokenizer = _tokenizer(data)
-    recipe: dict[str, Any] = {
-        "tokenizer": tokenizer.name,
-        "tokenizer_digest": tokenizer.digest,
-        "append_end_of_document": data.append_end_of_document,
-    }
-    files: list[SourceFile] = []
-    if work is not None and len(work) > 1:
-        recipe["seed"] = seed
-        recipe["sources"] = [part.settings.name for part in work]
-        for part in work:
-            prefix = f"{part.settings.name}: "
-            own = [file.moved(prefix, "") for file in known if file.name.startswith(prefix)]
-            own = [file.moved("", prefix) for file in fingerprint_source(part.source, own)]
-            files += own
-            amounts = {name: getattr(part.settings, name) for name in ("epochs", "tokens", "weight")}
-            recipe |= {
-                f"{prefix}{key}": value
-                for key, value in {**amounts, **_source_recipe(part.data, part.source, own, seed)}.items()
-            }
-    else:
-        source = work[0].source if work else None
-        files = [] if source is None else fingerprint_source(source, known)
-        recipe |= _source_recipe(work[0].data if work else data, source, files, seed)
-    recipe["versions"] = {
-        "sources": sources.VERSION,
-        "formats": formats.VERSION,
-        "tokenizers": tokenizers.VERSION,
-        "encode": encode.VERSION,
-        "prepare": VERSION,
-    }
-    return json.loads(json.dumps(recipe)), files
-
-
-def _source_recipe(data: DataConfig, source: Source | None, files: list[SourceFile], seed: int) -> dict[str, Any]:
-    default = DataConfig()
-    recipe: dict[str, Any] = {
-        "min_token_size": data.min_token_size,
-        "max_token_size": data.max_token_size,
-        "test_split": data.test_split,
-        "test_split_shuffle": data.test_split_shuffle,
-        "seed": seed if data.test_split_shuffle else None,
-    }
-    recipe |= {name: getattr(data, name) for name in _SHAPE_SETTINGS if getattr(data, name) != getattr(default, name)}
-    recipe |= format_settings(data)
-    if source is not None:
-        recipe |= {
-            "source": source.hub_name or source.kind,
-            "source_dataset_split": source.split,
-            # Arguments may hold an access token, and manifests are shared.
-            "source_dataset_params": mask_secrets(source.params),
-            "source_files": [file.identity for file in files],
-        }
-    return recipe
-
-
-def _tokenizer(data: DataConfig) -> tokenizers.Tokenizer:
-    return tokenizers.get_tokenizer(data.tokenizer, world_add_endoftext_token=data.world_add_endoftext_token)
 
 
 @contextlib.contextmanager
@@ -330,7 +217,7 @@ def _build_lock(target: Path) -> Iterator[None]:
         yield
 
 
-def _build(data: DataConfig, work: list[_Work], seed: int, target: Path) -> Manifest:
+def _build(data: DataConfig, work: list[Work], seed: int, target: Path) -> Manifest:
     """Build into a folder beside `target`, then put it in its place."""
     for pattern in (f".{target.name}.build-*", f".{target.name}.old-*"):
         for leftover in target.parent.glob(pattern):
@@ -348,8 +235,8 @@ def _build(data: DataConfig, work: list[_Work], seed: int, target: Path) -> Mani
         shutil.rmtree(workspace, ignore_errors=True)
 
 
-def _build_into(workspace: Path, data: DataConfig, work: list[_Work], seed: int) -> Manifest:
-    recipe, files = _recipe(data, work, seed, [])
+def _build_into(workspace: Path, data: DataConfig, work: list[Work], seed: int) -> Manifest:
+    recipe, files = recipe_of(data, work, seed, [])
     logger.info("data: reading %d files, %.1f MB", len(files), sum(file.size for file in files) / 1e6)
     encoders = [_encoder(part) for part in work]
     encoded = [
@@ -364,7 +251,7 @@ def _build_into(workspace: Path, data: DataConfig, work: list[_Work], seed: int)
         prefix_skip=data.data_prefix_skip_mask,
     )
     stores = _save(splits, writer, workspace / "data")
-    now = _recipe(data, work, seed, files)[1]
+    now = recipe_of(data, work, seed, files)[1]
     if [file.identity for file in now] != [file.identity for file in files]:
         raise DataError(work[0].source.named, "changed while it was read", fix="run preload_datapath.py again")
     manifest = Manifest(
@@ -384,7 +271,7 @@ def _build_into(workspace: Path, data: DataConfig, work: list[_Work], seed: int)
     return manifest
 
 
-def _encoder(part: _Work) -> Encoder:
+def _encoder(part: Work) -> Encoder:
     data = part.data
     return Encoder(
         tokenizer=data.tokenizer,
@@ -396,7 +283,7 @@ def _encoder(part: _Work) -> Encoder:
     )
 
 
-def _record_format(part: _Work) -> RecordFormat:
+def _record_format(part: Work) -> RecordFormat:
     if part.source.kind == "text":
         return formats.TextFormat(part.data.custom_text_key or "text")
     place, record = first_record(part.source)
@@ -405,7 +292,7 @@ def _record_format(part: _Work) -> RecordFormat:
     return find_format(part.data, record, place)
 
 
-def _encode(part: _Work, encoder: Encoder, path: Path) -> EncodedFile:
+def _encode(part: Work, encoder: Encoder, path: Path) -> EncodedFile:
     """All documents of a source that `dataset_length` may want, as token ids."""
     data, source = part.data, part.source
     limit = None
@@ -420,7 +307,7 @@ def _encode(part: _Work, encoder: Encoder, path: Path) -> EncodedFile:
 
 
 def _choose(
-    data: DataConfig, work: list[_Work], encoded: list[EncodedFile], seed: int
+    data: DataConfig, work: list[Work], encoded: list[EncodedFile], seed: int
 ) -> tuple[dict[str, list[Part]], dict[str, int], list[dict[str, Any]]]:
     """Documents of each split, counts of the others by reason, and what is known of each source."""
     dropped: dict[str, int] = {}
@@ -451,7 +338,7 @@ def _choose(
     return parts, dropped, described
 
 
-def _window(part: _Work, num: int) -> slice:
+def _window(part: Work, num: int) -> slice:
     """Documents of the split's slice and of dataset_offset and dataset_length."""
     window = document_window(num, part.data.dataset_offset, part.data.dataset_length)
     if part.source.kind == "hub" or "[" not in part.source.split:
@@ -468,7 +355,7 @@ def _window(part: _Work, num: int) -> slice:
     return slice(max(window.start, instruction.from_ or 0), min(window.stop, instruction.to or num))
 
 
-def _part(work: _Work, file: EncodedFile, documents: np.ndarray, source_id: int | None) -> Part:
+def _part(work: Work, file: EncodedFile, documents: np.ndarray, source_id: int | None) -> Part:
     data = work.data
     is_cut = data.text_rechunk_force or (data.text_rechunk_auto and work.source.kind == "text")
     return Part(file, documents, source_id, data.text_rechunk_size if is_cut else None)
@@ -541,7 +428,7 @@ def open_prepared(
     if manifest is not None:
         verify_files(folder, manifest)
         _refuse_stale(data, folder, manifest, seed)
-    elif _has_source(data) and not data.skip_datapath_setup:
+    elif has_source(data) and not data.skip_datapath_setup:
         raise DataError(folder, f"is not prepared: it has no {MANIFEST_NAME}", fix="run preload_datapath.py")
     train, validation = _open_splits(folder)
     if data.dataloader_swap_train_test_split:
@@ -595,15 +482,15 @@ def _open_splits(folder: Path) -> tuple[ArrowStore, ArrowStore | None]:
 def _refuse_stale(data: DataConfig, folder: Path, manifest: Manifest, seed: int) -> None:
     """DataError if the folder was made with another tokenizer, or, unless skipped, from another source."""
     old = manifest.recipe
-    if not _has_source(data) or data.skip_datapath_setup:
-        tokenizer = _tokenizer(data)
+    if not has_source(data) or data.skip_datapath_setup:
+        tokenizer = tokenizer_of(data)
         new = {**old, "tokenizer": tokenizer.name, "tokenizer_digest": tokenizer.digest}
     else:
         try:
-            new = _recipe(*_work(data), seed, manifest.source_files)[0]
+            new = recipe_of(*find_work(data), seed, manifest.source_files)[0]
         except DataError as error:
             log_once(logger, "data: using %s without a look at its source (%s)", folder, error)
-            new = {**old, **_recipe(data, None, seed, [])[0]}
+            new = {**old, **recipe_of(data, None, seed, [])[0]}
     change = describe_change(old, new)
     if change is not None:
         raise DataError(

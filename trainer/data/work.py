@@ -1,0 +1,134 @@
+"""The sources of a data set with their settings, and the recipe: everything that decides what is prepared."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.config.schema import DataConfig
+from trainer.data import encode, formats, sources, tokenizers
+from trainer.data.format_choice import format_settings, given_format
+from trainer.data.manifest import SourceFile, fingerprint_source
+from trainer.data.mixing import SourceSettings, read_datapack, source_settings
+from trainer.data.sources import Source, binidx_source, find_source
+from trainer.logs import mask_secrets
+
+__all__ = ["VERSION", "Work", "binidx_work", "find_work", "has_source", "recipe_of", "tokenizer_of"]
+
+VERSION = 2
+"""Raise it when filtering, splitting, shaping or saving change; prepared data sets are then rebuilt."""
+
+_SHAPE_SETTINGS = (
+    "train_on_end",
+    "data_prefix_skip_mask",
+    "dataset_offset",
+    "dataset_length",
+    "text_rechunk_auto",
+    "text_rechunk_force",
+    "text_rechunk_size",
+    "sort_by_length",
+    "sort_asc",
+    "reverse_train_dataset_before_save",
+)
+
+
+@dataclass(frozen=True)
+class Work:
+    """A source of the data set together with its settings."""
+
+    settings: SourceSettings
+    source: Source
+
+    @property
+    def data(self) -> DataConfig:
+        """All settings of this source."""
+        return self.settings.data
+
+
+def has_source(data: DataConfig) -> bool:
+    """Whether the settings name something to build from."""
+    return any(value is not None for value in (data.source, data.sources, data.datapack_config_path))
+
+
+def find_work(data: DataConfig) -> tuple[DataConfig, list[Work]]:
+    """The settings that all sources share, and each source."""
+    if data.datapack_config_path is not None:
+        data = read_datapack(data)
+    work = [Work(settings, find_source(settings.data)) for settings in source_settings(data)]
+    for part in work:
+        given_format(part.data)
+    return data, work
+
+
+def binidx_work(data: DataConfig, prefix: Path) -> tuple[DataConfig, list[Work]]:
+    """A .bin/.idx pair as the source; its documents are taken as they are."""
+    data = dataclasses.replace(data, source="binidx", source_data_dir=str(prefix), append_end_of_document=False)
+    return data, [Work(SourceSettings(prefix.name, data), binidx_source(prefix))]
+
+
+def recipe_of(
+    data: DataConfig, work: list[Work] | None, seed: int, known: list[SourceFile]
+) -> tuple[dict[str, Any], list[SourceFile]]:
+    """Everything that decides the content of the prepared data set, and the source files as they are now."""
+    tokenizer = tokenizer_of(data)
+    recipe: dict[str, Any] = {
+        "tokenizer": tokenizer.name,
+        "tokenizer_digest": tokenizer.digest,
+        "append_end_of_document": data.append_end_of_document,
+    }
+    files: list[SourceFile] = []
+    if work is not None and len(work) > 1:
+        recipe["seed"] = seed
+        recipe["sources"] = [part.settings.name for part in work]
+        for part in work:
+            prefix = f"{part.settings.name}: "
+            own = [file.moved(prefix, "") for file in known if file.name.startswith(prefix)]
+            own = [file.moved("", prefix) for file in fingerprint_source(part.source, own)]
+            files += own
+            amounts = {name: getattr(part.settings, name) for name in ("epochs", "tokens", "weight")}
+            recipe |= {
+                f"{prefix}{key}": value
+                for key, value in {**amounts, **_source_recipe(part.data, part.source, own, seed)}.items()
+            }
+    else:
+        source = work[0].source if work else None
+        files = [] if source is None else fingerprint_source(source, known)
+        recipe |= _source_recipe(work[0].data if work else data, source, files, seed)
+    recipe["versions"] = {
+        "sources": sources.VERSION,
+        "formats": formats.VERSION,
+        "tokenizers": tokenizers.VERSION,
+        "encode": encode.VERSION,
+        "prepare": VERSION,
+    }
+    return json.loads(json.dumps(recipe)), files
+
+
+def _source_recipe(data: DataConfig, source: Source | None, files: list[SourceFile], seed: int) -> dict[str, Any]:
+    default = DataConfig()
+    recipe: dict[str, Any] = {
+        "min_token_size": data.min_token_size,
+        "max_token_size": data.max_token_size,
+        "test_split": data.test_split,
+        "test_split_shuffle": data.test_split_shuffle,
+        "seed": seed if data.test_split_shuffle else None,
+    }
+    recipe |= {name: getattr(data, name) for name in _SHAPE_SETTINGS if getattr(data, name) != getattr(default, name)}
+    recipe |= format_settings(data)
+    if source is not None:
+        recipe |= {
+            "source": source.hub_name or source.kind,
+            "source_dataset_split": source.split,
+            # Arguments may hold an access token, and manifests are shared.
+            "source_dataset_params": mask_secrets(source.params),
+            "source_files": [file.identity for file in files],
+        }
+    return recipe
+
+
+def tokenizer_of(data: DataConfig) -> tokenizers.Tokenizer:
+    """The tokenizer of the settings."""
+    return tokenizers.get_tokenizer(data.tokenizer, world_add_endoftext_token=data.world_add_endoftext_token)
