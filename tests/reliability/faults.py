@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 import resource
 import shutil
 import signal
+import struct
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -106,55 +108,62 @@ def forget_weights() -> None:
 # ---- numbers that are not finite
 
 
-def nan_loss() -> None:
-    """The second block's output is NaN in one chunk of step BAD_STEP, and whenever that chunk is run again."""
+def _in_bad_step(spoil: Callable[[LitRWKV7, Any], list[Any]]) -> None:
+    """Let `spoil` register hooks for step BAD_STEP, and say whether that step has changed the weights."""
     step = LitRWKV7.training_step
 
     def poisoned(self: LitRWKV7, batch: Any, batch_idx: int) -> None:
-        hook = None
-        if self.global_step == BAD_STEP - 1:
-            bad = batch.microbatches[1].ids_BT[:, 16:32]
-
-            def spoil(module: Any, inputs: Any, output: Any) -> Any:
-                is_bad = self.seen_BT.shape == bad.shape and bool((self.seen_BT == bad).all())
-                return (output[0] * float("nan"), *output[1:]) if is_bad else output
-
-            note = self.model.emb.register_forward_pre_hook(lambda module, inputs: setattr(self, "seen_BT", inputs[0]))
-            hook = self.model.blocks[1].register_forward_hook(spoil)
-        step(self, batch, batch_idx)
-        if hook is not None:
-            hook.remove()
-            note.remove()
+        if self.global_step != BAD_STEP - 1:
+            step(self, batch, batch_idx)
+            return
+        before = [parameter.detach().clone() for parameter in self.model.parameters()]
+        hooks = spoil(self, batch)
+        try:
+            step(self, batch, batch_idx)
+        finally:
+            is_same = all(map(torch.equal, before, self.model.parameters()))
+            os.write(2, b"weights as before\n" if is_same else b"weights changed\n")
+            for hook in hooks:
+                hook.remove()
 
     LitRWKV7.training_step = poisoned
+
+
+def nan_loss() -> None:
+    """The second block's output is NaN in chunk 1 of micro-batch 1, whenever that chunk is run."""
+
+    def spoil(self: LitRWKV7, batch: Any) -> list[Any]:
+        bad, seen = batch.microbatches[1].ids_BT[:, 16:32], []
+
+        def poison(module: Any, inputs: Any, output: Any) -> Any:
+            return (output[0] * float("nan"), *output[1:]) if torch.equal(seen[-1], bad) else output
+
+        return [
+            self.model.emb.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0])),
+            self.model.blocks[1].register_forward_hook(poison),
+        ]
+
+    _in_bad_step(spoil)
 
 
 def infinite_gradient() -> None:
-    """One gradient of step BAD_STEP is infinite while the loss is finite."""
-    step = LitRWKV7.training_step
+    """One gradient is infinite while the loss is finite."""
 
-    def poisoned(self: LitRWKV7, batch: Any, batch_idx: int) -> None:
-        hook = None
-        if self.global_step == BAD_STEP - 1:
-            weight = dict(self.model.named_parameters())["blocks.1.att.key.weight"]
-            hook = weight.register_hook(lambda gradient: gradient * float("inf"))
-        step(self, batch, batch_idx)
-        if hook is not None:
-            hook.remove()
+    def spoil(self: LitRWKV7, batch: Any) -> list[Any]:
+        weight = dict(self.model.named_parameters())["blocks.1.att.key.weight"]
+        return [weight.register_hook(lambda gradient: gradient * float("inf"))]
 
-    LitRWKV7.training_step = poisoned
+    _in_bad_step(spoil)
 
 
 def infinite_weight() -> None:
     """The update of step BAD_STEP makes a weight infinite."""
-    update = MasterAdamW.step
-    done = []
+    update, done = MasterAdamW.step, itertools.count(1)
 
     def spoil(self: MasterAdamW, closure: Any = None) -> Any:
         result = update(self, closure)
-        done.append(None)
-        if len(done) == BAD_STEP:
-            self._pairs[0][0].data.view(-1)[0] = float("inf")
+        if next(done) == BAD_STEP:
+            self.param_groups[0]["params"][0].data[0] = float("inf")
         return result
 
     MasterAdamW.step = spoil
@@ -285,10 +294,10 @@ def little_room(limit: str) -> None:
 
 
 def unprivileged() -> None:
-    """Root may write anywhere: be somebody else."""
-    if os.getuid() == 0:
-        os.setgid(65534)
-        os.setuid(65534)
+    """Root may write anywhere: keep its identity and give up its powers."""
+    header = struct.pack("<Ii", 0x20080522, 0)
+    if ctypes.CDLL(None, use_errno=True).capset(header, struct.pack("<6I", *[0] * 6)) != 0:
+        raise OSError(ctypes.get_errno(), "capset")
 
 
 def losses_of_validation(*values: str) -> None:

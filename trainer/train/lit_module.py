@@ -203,11 +203,12 @@ class LitRWKV7(pl.LightningModule):
         average_over_ranks(flat, self.trainer.world_size)
         norm = float(clip_by_global_norm(flat, self.run.model.grad_clip))
         if not norm < float("inf"):
-            bad = [name for name, grad in inner.gradients().items() if not bool(torch.isfinite(grad).all())]
+            sums = inner.gradients()
+            bad = [name for name, _ in self.model.named_parameters() if not bool(torch.isfinite(sums[name]).all())]
             raise NonFiniteError(
                 f"step {self.global_step + 1}",
                 "the gradient is not finite",
-                found=f"{len(bad)} tensors, first {bad[:1]}",
+                found=f"{len(bad)} tensors; nearest to the loss is {bad[-1]}" if bad else "their norm overflows",
                 fix="lower model.lr_init or model.grad_clip, or look at the data of this step; the weights are unchanged",
             )
         optimizer.step()

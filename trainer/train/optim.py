@@ -53,12 +53,14 @@ def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], model: ModelConf
 def clip_by_global_norm(gradients: list[Tensor], max_norm: float) -> Tensor:
     """Scale gradients in place so that their global L2 norm is at most `max_norm`; 0 = leave them.
 
+    They also stay as they are if the norm is not finite, so that the cause can be found.
+
     Returns:
         The norm before clipping, a scalar on the gradients' device.
     """
     norm = torch.nn.utils.get_total_norm(gradients)
     if max_norm > 0:
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        factor = torch.where(norm.isfinite(), (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
         torch._foreach_mul_(gradients, factor)
     return norm
 

@@ -1,0 +1,115 @@
+"""Full disks, folders that cannot be written or vanish, and two runs in one folder."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from harness import checkpoints
+
+from trainer.checkpoint.find import newest_valid
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+
+
+def assert_storage_error(output: str, *texts: str) -> None:
+    errors = [line for line in output.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1, output
+    assert all(text in errors[0] for text in ("cannot write", "free", "needed", *texts)), errors[0]
+    assert "Traceback" not in output
+
+
+# `half` is passed four times in a save; `written` is before the files are forced to the disk.
+@pytest.mark.parametrize(
+    ("point", "text"),
+    [
+        ("mkdir:3", "No space left"),
+        ("half:9", "No space left"),  # the third save's file of lane states,
+        ("half:11", "No space left"),  # of moments,
+        ("half:12", "No space left"),  # of counters
+        ("written:3", "No space left"),
+        ("fsynced:3", "No space left"),
+        ("manifest:3", "No space left"),
+        ("metrics:6", "No space left"),
+        ("half:10", "Input/output error"),
+    ],
+)
+def test_a_full_disk_leaves_older_checkpoints_as_they_are(truth, another, point, text):
+    another.fit("--trainer.max_steps=4")
+    before = digests(another.run / "step-4")
+    action = "eio" if text.startswith("Input") else "enospc"
+    first = another.run.rename(another.run.with_name("first"))
+    output = another.fit(code=4, failpoint=f"{point}:{action}")
+    assert_storage_error(output, text, str(another.run))
+    assert newest_valid(another.run)[0].name == "step-4"
+    assert list(before.values()) == list(digests(first / "step-4").values())
+    another.fit()
+    assert another.record().differences(truth.record) == []
+    assert list(another.run.glob(".step-*")) == []
+
+
+def test_writes_that_fail_half_way(truth, another):
+    """The kernel refuses what goes beyond a limit: the file of moments is cut off."""
+    output = another.fit(code=4, faults=("small_files:300000",))
+    assert_storage_error(output, "step-2", "File too large")
+    assert checkpoints(another.run) == []
+    another.fit()
+    assert another.record().differences(truth.record) == []
+
+
+def test_too_little_room_is_found_before_the_first_step(another):
+    output = another.fit(code=4, faults=("little_room:700000",))
+    assert_storage_error(output, str(another.run), "free 700000 bytes", "needed 716")
+    assert not another.run.exists()
+
+
+def test_a_read_only_folder_is_found_before_the_first_step(another):
+    another.run.mkdir(mode=0o555)
+    assert_storage_error(another.fit(code=4, faults=("unprivileged",)), "Permission denied", str(another.run))
+    output = another.fit(f"--checkpoint.dir={another.run}/new", code=4, faults=("unprivileged",))
+    assert_storage_error(output, "Permission denied", f"{another.run}/new")
+
+
+@pytest.mark.parametrize("point", ["optimizer:6", "half:6"])
+def test_a_folder_that_vanishes_is_named(another, point):
+    name, passage = point.split(":")
+    output = another.fit(code=4, faults=(f"folder_vanishes:{name}:{passage}:{another.run}",))
+    assert_storage_error(output, "No such file or directory", str(another.run))
+
+
+def test_a_folder_that_no_file_system_has_is_named(another):
+    output = another.fit("--checkpoint.dir=/proc/nope/run", code=4)
+    assert_storage_error(output, "/proc/nope/run")
+
+
+def test_data_that_is_not_there_leaves_no_folder_behind(another):
+    output = another.fit("--data.source=text", "--data.data_path=/proc/nope", code=2)
+    assert "Traceback" not in output
+    assert not another.run.exists()
+    another.run.mkdir()
+    another.fit("--data.source=text", "--data.data_path=/proc/nope", code=2)
+    assert os.listdir(another.run) == [".lock"], "a folder that was there stays"
+
+
+def test_the_second_run_in_a_folder_is_refused(truth, another):
+    """Until the first is dead: then it takes over, however the first ended."""
+    first = another.start(failpoint="step:5:sleep")
+    deadline = time.monotonic() + 60
+    while "saved" not in first.output() or len(checkpoints(another.run)) < 2:
+        assert time.monotonic() < deadline, first.output()
+        time.sleep(0.02)
+    before = {path: digests(path) for path in checkpoints(another.run)}
+    output = another.fit(code=2)
+    for text in ("another run uses this folder", f"pid {first.pid}", "host ", "start "):
+        assert text in output
+    assert {path: digests(path) for path in checkpoints(another.run)} == before
+    first.signal(signal.SIGKILL)
+    first.wait()
+    assert "from a dead run" in another.fit()
+    assert another.record().differences(truth.record) == []
