@@ -30,12 +30,13 @@ def make_workplace(parent, corpus, tmp_path):
     """A function that makes a Workplace: lanes of documents, and what its arguments say (section -> settings)."""
 
     def make(name: str = "work", **sections) -> Workplace:
-        return _make(parent, corpus, tmp_path / name, sections)
+        return make_run(parent, corpus, tmp_path / name, sections)
 
     return make
 
 
-def _make(parent, corpus, folder: Path, sections) -> Workplace:
+def make_run(parent, corpus, folder: Path, sections) -> Workplace:
+    """A Workplace in the new folder `folder`."""
     folder.mkdir()
     data = {"source_data_dir": str(corpus), "batching": "stream", "chunks_per_step": 2, "test_split": 2}
     sections = {**sections, "data": {**data, **sections.get("data", {})}}
@@ -64,7 +65,7 @@ class Truth:
 
 @pytest.fixture(scope="session")
 def truth(parent, corpus, tmp_path_factory):
-    workplace = _make(parent, corpus, tmp_path_factory.mktemp("truth") / "work", {})
+    workplace = make_run(parent, corpus, tmp_path_factory.mktemp("truth") / "work", {})
     workplace.fit("--checkpoint.every_steps=1", "--checkpoint.keep=0")
     record = workplace.record()
     edge = max(row["step"] for row in record.rows if row["epoch"] == 0)

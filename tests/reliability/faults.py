@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import itertools
 import os
 import resource
@@ -209,6 +210,15 @@ def _send(number: str, times: str = "1") -> None:
 def signal_at(name: str, occurrence: str, number: str, times: str = "1") -> None:
     """Send this process a signal when a failpoint is passed."""
     _at_point(name, int(occurrence), lambda: _send(number, times))
+
+
+def full_at(name: str, occurrence: str) -> None:
+    """The disk is full when a failpoint is passed."""
+
+    def fail() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    _at_point(name, int(occurrence), fail)
 
 
 def signal_in_model_building(number: str) -> None:

@@ -65,7 +65,7 @@ class WarmParent:
         for name in ("RWKV_FAILPOINT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "PYTEST_CURRENT_TEST"):
             environment.pop(name, None)
         self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(FOLDER / "harness.py")],
+            [sys.executable, str(FOLDER / "harness.py")],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT,
         )  # fmt: skip
         self._lock = threading.Lock()

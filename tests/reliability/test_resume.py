@@ -165,6 +165,28 @@ def test_another_number_of_threads_is_mentioned(truth, another):
     assert "saved with 1 CPU threads, resumed with 2" in output
 
 
+@pytest.mark.parametrize(
+    ("option", "name"),
+    [
+        ("--model.n_layer=3", "other sizes"),
+        ("--trainer.strategy=deepspeed_stage_2", "trainer.strategy"),
+        ("--trainer.target_batch_size=2", "trainer.target_batch_size"),
+        ("--trainer.deterministic_order_seed=9", "trainer.deterministic_order_seed"),
+        ("--data.test_split=1", "data.data_path"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused(truth, another, option, name):
+    output = another.fit(f"--resume={truth.step(3)}", option, code=2)
+    assert name in output.splitlines()[-1]
+    assert "Traceback" not in output
+
+
+def test_other_settings_may_change_and_are_listed(truth, another):
+    output = another.fit(f"--resume={truth.step(9)}", "--model.grad_clip=0.5", "--trainer.max_steps=10")
+    assert "changed since step-9: model.grad_clip 1.0 -> 0.5" in output
+    assert "changed since step-9: max_steps 11 -> 10" in output
+
+
 # ---- the record of steps
 
 

@@ -158,9 +158,28 @@ def _say_changes(run: RunConfig, folder: Path) -> None:
     for section, values in _settings(run).items():
         old = before.get(section)
         if isinstance(values, dict) and isinstance(old, dict):
-            for key, value in values.items():
-                if key in old and json.loads(json.dumps(value)) != old[key]:
-                    _logger.warning("changed since %s: %s.%s %r -> %r", folder.name, section, key, old[key], value)
+            _say_change(folder, {f"{section}.{key}": (old[key], value) for key, value in values.items() if key in old})
+        elif section in before and section != "resume":
+            _say_change(folder, {section: (old, values)})
+
+
+def _say_change(folder: Path, settings: dict[str, tuple[object, object]]) -> None:
+    for name, (old, new) in settings.items():
+        if json.loads(json.dumps(new)) != old:
+            _logger.warning("changed since %s: %s %r -> %r", folder.name, name, old, new)
+
+
+def _check_fits(run: RunConfig, shape: ModelShape, folder: Path) -> None:
+    """Refuse a checkpoint that this run cannot continue."""
+    manifest = read_manifest(folder)
+    if manifest.config_digest != _digest(run, shape):
+        raise ConfigError("resume", "the checkpoint is of a model of other sizes", found=str(folder))
+    before = manifest.extra.get("settings")
+    old = before.get("strategy", run.strategy) if isinstance(before, dict) else run.strategy
+    if old != run.strategy and "deepspeed" in old + run.strategy:
+        problem = "differs from the checkpoint's, and DeepSpeed keeps its state in parts that only fit the same"
+        fix = f"resume with {old}, or start a new run from the weights with model.load_model: {folder}"
+        raise ConfigError("trainer.strategy", problem, found=run.strategy, rule=old, fix=fix)
 
 
 def _max_tokens(run: RunConfig, tokens_per_epoch: int) -> int:
@@ -249,9 +268,7 @@ def _fit(
     module = LitRWKV7(run, shape, max_tokens=_max_tokens(run, lanes.total_trained_tokens))
     _say_plan(run, shape, trainer)
     if resumed_from is not None:
-        manifest = read_manifest(resumed_from)
-        if manifest.config_digest != _digest(run, shape):
-            raise ConfigError("resume", "the checkpoint is of a model of other sizes", found=str(resumed_from))
+        _check_fits(run, shape, resumed_from)
         _say_changes(run, resumed_from)
     if _is_rank_zero():
         _make_way(directory, resumed_from)
