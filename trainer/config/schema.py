@@ -45,8 +45,8 @@ class ModelConfig:
     """Which WKV-7 kernel runs: auto = cuda on a GPU with a compiler, else chunked (plain PyTorch, any device). cuda = tensor cores for bfloat16, cuda_sequential = float32 arithmetic, slower. reference = the token loop, for checking."""
     grad_cp: bool = True
     """Recompute each block in the backward pass instead of keeping its activations. Saves most of the memory for about a quarter of the speed."""
-    compile: Literal["auto", "on", "off"] = "off"
-    """torch.compile per block. auto = on for a GPU with precision bf16, off elsewhere."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """torch.compile per block, for full chunks. auto = on for a GPU with precision bf16 and without DeepSpeed, off elsewhere. The first step takes about 15 s longer."""
     cuda_graphs: Literal["auto", "on", "off"] = "auto"
     """Replay full chunks on a GPU as CUDA graphs, which removes launch overhead at small batches and keeps the activations of one chunk allocated. auto = on up to 16384 tokens per micro-batch and chunk; not used with DeepSpeed."""
     loss_chunk_rows: int = 4096

@@ -85,7 +85,8 @@ class LitRWKV7(pl.LightningModule):
     def _compiled_tokens(self) -> int:
         wanted = self.run.model.compile
         on_gpu = self.trainer.strategy.root_device.type == "cuda"
-        is_on = wanted == "on" or (wanted == "auto" and on_gpu and self.run.precision.startswith("bf16"))
+        suits = on_gpu and self.run.precision.startswith("bf16") and not self.run.strategy.startswith("deepspeed")
+        is_on = wanted == "on" or (wanted == "auto" and suits)
         return self.run.model.ctx_len if is_on else 0
 
     def initial_weights(self) -> dict[str, Tensor]:
