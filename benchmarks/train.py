@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -49,7 +50,10 @@ def random_model(shape: ModelShape, ctx: int, grad_cp: bool, compile_blocks: boo
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             is_norm = ".ln" in name or "ln_" in name
-            parameter.copy_(torch.randn(parameter.shape, device="cuda", generator=generator) * (0.02 if parameter.dim() > 1 else 0.1))
+            parameter.copy_(
+                torch.randn(parameter.shape, device="cuda", generator=generator)
+                * (0.02 if parameter.dim() > 1 else 0.1)
+            )
             if is_norm and name.endswith("weight"):
                 parameter.add_(1)
     return model
@@ -113,9 +117,11 @@ def run_case(name: str, compile_blocks: bool, args: argparse.Namespace) -> dict[
     }
 
 
-def profile(step, name: str) -> None:
+def profile(step: Callable[[int], None], name: str) -> None:
     """Kernel time of three steps by kernel name."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]) as trace:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    ) as trace:
         for index in range(3):
             step(index)
         torch.cuda.synchronize()
@@ -138,7 +144,9 @@ def main() -> int:
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, V {VOCAB}, graphs={args.graphs}")
-    print(f"{'case':22s} {'compile':>7s} {'tokens/s':>10s} {'bar':>8s} {'ms':>8s} {'spread':>7s} {'GiB':>7s} {'bar':>5s} {'MFU':>6s} {'warm-up s':>9s}")
+    print(
+        f"{'case':22s} {'compile':>7s} {'tokens/s':>10s} {'bar':>8s} {'ms':>8s} {'spread':>7s} {'GiB':>7s} {'bar':>5s} {'MFU':>6s} {'warm-up s':>9s}"
+    )
     for name in args.only:
         bar_speed, bar_memory = CASES[name][6:]
         for mode in args.compile:

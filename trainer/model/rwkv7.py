@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +39,9 @@ def _compiled_block() -> Callable[..., tuple[Tensor, Tensor, LayerState]]:
     # first 20 steps.
     # PyTorch 2.10 to 2.12 loses the shape of [1, 1, C] gradients in this fusion (pytorch issue 178080).
     has_fusion = hasattr(inductor.triton, "mix_order_reduction")
-    options = {"emulate_precision_casts": True} | ({"triton.mix_order_reduction": False} if has_fusion else {})
+    options: dict[str, Any] = {"emulate_precision_casts": True}
+    if has_fusion:
+        options["triton.mix_order_reduction"] = False
     return torch.compile(_block, fullgraph=True, dynamic=False, options=options)
 
 
