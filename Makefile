@@ -69,6 +69,7 @@ kernels: $(RUN_STAMP) ## build the CUDA kernels ahead of time, for ARCHS
 
 configs: $(DEV_STAMP) ## write the generated example config and the settings page anew
 	$(PY) -m trainer.config.examples
+	$(PY) -m trainer.data.recipes
 
 clean: ## remove what runs and tests left; keeps .venv
 	rm -rf runs build .pytest_cache .mypy_cache .ruff_cache .hypothesis lightning_logs

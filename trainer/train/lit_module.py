@@ -144,7 +144,8 @@ class LitRWKV7(pl.LightningModule):
 
     def _uses_graphs(self) -> bool:
         wanted, tokens = self.run.model.cuda_graphs, self.run.trainer.microbatch_size * self.run.model.ctx_len
-        return wanted == "on" or (wanted == "auto" and tokens <= _GRAPH_TOKENS)
+        suits = tokens <= _GRAPH_TOKENS and not self.run.model.grad_cp
+        return wanted == "on" or (wanted == "auto" and suits)
 
     @property
     def position(self) -> Position:
