@@ -3,7 +3,7 @@
     python benchmarks/train.py [--only L12-D768-4096x1] [--compile on off] [--steps 16] [--profile]
 
 Random tokens, random weights in place of the zero initial matrices, bf16 weights with float32 masters, no clipping,
-no data loading, no logging: the way the peers in docs/peers.md were measured. MFU = 6 x parameters without the
+no data loading, no logging. MFU = 6 x parameters without the
 embedding x tokens / (time x 801 TFLOP/s), the matrix rate of an H200; recomputation is not counted.
 """
 
