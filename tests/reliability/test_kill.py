@@ -41,8 +41,8 @@ POINTS = [
     ("pruning", 1), ("pruning", 3),
 ]  # fmt: skip
 FAST = {
-    "stream-full": [("backward", 12), ("half", 6), ("renamed", 3), ("pruning", 1), ("metrics", 6)],
-    "documents-1": [("step", 7), ("half", 1), ("manifest", 5), ("optimizer", 11)],
+    "stream-full": [("backward", 12), ("half", 6), ("renamed", 3), ("pruning", 1), ("optimizer", 11)],
+    "documents-1": [("step", 7), ("half", 1), ("manifest", 5)],
 }
 RANDOM_ROUNDS = 4
 

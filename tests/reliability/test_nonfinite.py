@@ -35,7 +35,7 @@ def test_a_bad_number_stops_the_run_before_the_update(truth, another, fault, tex
     assert another.record().differences(truth.record) == []
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize("precision", [pytest.param("32-true", marks=pytest.mark.slow), "bf16-true"])
 def test_a_bad_weight_is_not_saved(another, precision):
     """Every step is saved; the one that made the weight infinite is not."""
     output = another.fit(

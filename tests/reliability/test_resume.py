@@ -43,7 +43,9 @@ def test_resumed_in_the_middle_of_documents_the_states_are_bit_equal(truth, anot
     assert any(expected[name].abs().max() > 0 for name in names)
 
 
-@pytest.mark.parametrize("offset", [-1, 0, 1])
+@pytest.mark.parametrize(
+    "offset", [pytest.param(-1, marks=pytest.mark.slow), 0, pytest.param(1, marks=pytest.mark.slow)]
+)
 def test_resumed_around_the_edge_of_an_epoch(truth, another, offset):
     """The truth validates at the edge; a run resumed there neither repeats that nor leaves a later one out."""
     start = truth.edge + offset
@@ -64,7 +66,11 @@ def test_a_signal_or_kill_in_the_last_step_leaves_a_run_to_finish(truth, another
 
 @pytest.mark.parametrize(
     "limit",
-    [("--trainer.max_steps=4",), ("--trainer.max_steps=-1", "--trainer.max_tokens=500"), ("--trainer.max_epochs=1",)],
+    [
+        ("--trainer.max_steps=4",),
+        ("--trainer.max_steps=-1", "--trainer.max_tokens=500"),
+        pytest.param(("--trainer.max_epochs=1",), marks=pytest.mark.slow),
+    ],
     ids=["max_steps", "max_tokens", "max_epochs"],
 )
 def test_a_finished_run_stays_as_it_is(another, limit):
@@ -76,6 +82,7 @@ def test_a_finished_run_stays_as_it_is(another, limit):
     assert content(another.run) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limits", [("max_steps", 4, 7), ("max_tokens", 500, 900)], ids=lambda limits: limits[0])
 def test_a_finished_run_can_be_made_longer(make_workplace, limits):
     """Also one that ended in the middle of an epoch, and off the steps that are saved."""
@@ -160,6 +167,7 @@ def test_a_checkpoint_that_is_not_there_is_not_replaced_by_a_new_run(another):
     assert not another.run.exists()
 
 
+@pytest.mark.slow
 def test_another_number_of_threads_is_mentioned(truth, another):
     output = another.fit(f"--resume={truth.step(10)}", faults=("two_threads",))
     assert "saved with 1 CPU threads, resumed with 2" in output

@@ -15,13 +15,13 @@ CODES = {TERM: 143, INT: 130, USR1: 143}
 @pytest.mark.parametrize(
     ("fault", "number", "step"),
     [
-        ("signal_at:metrics:3", TERM, 3),
-        ("signal_at:step:3", USR1, 3),
+        pytest.param("signal_at:metrics:3", TERM, 3, marks=pytest.mark.slow),
+        pytest.param("signal_at:step:3", USR1, 3, marks=pytest.mark.slow),
         ("signal_at:optimizer:3", INT, 3),
         ("signal_at:half:7", TERM, 4),  # in a tensor file of the second save
-        ("signal_at:renamed:2", USR1, 4),
-        ("signal_in_data_wait", TERM, 5),
-        ("signal_at:optimizer:11", TERM, 11),  # the last step
+        pytest.param("signal_at:renamed:2", TERM, 4, marks=pytest.mark.slow),
+        ("signal_in_data_wait", USR1, 5),
+        pytest.param("signal_at:optimizer:11", TERM, 11, marks=pytest.mark.slow),  # the last step
     ],
 )
 def test_the_step_is_finished_and_saved(truth, another, fault, number, step):

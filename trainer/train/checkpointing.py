@@ -20,7 +20,7 @@ from lightning.fabric.plugins.io import CheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
 
-from trainer.checkpoint.atomic import abandon_folder, begin_folder, commit_folder, prune, storage_errors
+from trainer.checkpoint.atomic import abandon_folder, begin_folder, commit_folder, prune, storage_error, storage_errors
 from trainer.checkpoint.failpoints import failpoint
 from trainer.checkpoint.rng import capture_rng, restore_rng
 from trainer.checkpoint.tensorfile import load_safetensors, save_safetensors
@@ -63,9 +63,8 @@ class FolderCheckpointIO(CheckpointIO):
                 Lightning's barrier: it has to get there too before it may fail.
         """
         try:
-            with storage_errors(Path(path)):
-                self._write(checkpoint, Path(path))
-        except TrainerError as err:
+            self._write(checkpoint, Path(path))
+        except (OSError, TrainerError) as err:
             if storage_options is None:
                 raise
             storage_options.append(err)
@@ -277,7 +276,7 @@ class Checkpointing(Checkpoint):
         target, started = step_folder(self.directory, step), time.monotonic()
         temp = Path(_on_rank_zero(trainer, lambda: str(begin_folder(target))))
         try:
-            self._write(trainer, module, temp)
+            self._write(trainer, module, temp, target)
         except BaseException:
             abandon_folder(temp)
             raise
@@ -285,25 +284,25 @@ class Checkpointing(Checkpoint):
         self._saved_step, self._saved_at = step, time.monotonic()
         _logger.info("saved %s (%.1f s)", target, self._saved_at - started)
 
-    def _write(self, trainer: pl.Trainer, module: LitRWKV7, folder: Path) -> None:
+    def _write(self, trainer: pl.Trainer, module: LitRWKV7, folder: Path, target: Path) -> None:
+        """All files, into `folder`; errors name `target`."""
         tensors, numbers = capture_rng()
         tensors |= module.lanes.tensors()
         rank = trainer.global_rank
         payload = CheckpointPayload(tensors={rank_file(rank): tensors}, documents={rank_file(rank, ".json"): numbers})
-        failures: list[TrainerError] = []
+        failures: list[Exception] = []
         try:
-            with storage_errors(folder):
-                write_payload_files(folder, payload)
-        except TrainerError as err:
+            write_payload_files(folder, payload)
+        except OSError as err:
             failures.append(err)
-        _raise_together(trainer, failures)
+        _raise_together(trainer, failures, target)
         if is_deepspeed(trainer.strategy):
             _require_finite(trainer.global_step, _sharded_weights(module))
-            with storage_errors(folder):
+            with storage_errors(target):
                 trainer.save_checkpoint(folder)
             return
         trainer.save_checkpoint(folder, storage_options=failures)
-        _raise_together(trainer, failures)
+        _raise_together(trainer, failures, target)
 
     def _facts(self, trainer: pl.Trainer, step: int) -> dict[str, object]:
         extra = {
@@ -344,11 +343,12 @@ def _on_rank_zero(trainer: pl.Trainer, work: Callable[[], Any]) -> Any:
     return outcome
 
 
-def _raise_together(trainer: pl.Trainer, failures: list[TrainerError]) -> None:
+def _raise_together(trainer: pl.Trainer, failures: list[Exception], target: Path) -> None:
     """Raise on every rank what went wrong on any: one that went on alone would wait for the others for ever."""
+    found = [storage_error(target, err) if isinstance(err, OSError) else err for err in failures]
     if trainer.world_size > 1:
-        ranks: list[list[TrainerError]] = [[] for _ in range(trainer.world_size)]
-        dist.all_gather_object(ranks, failures)
-        failures = [failure for rank in ranks for failure in rank]
-    if failures:
-        raise failures[0]
+        ranks: list[list[Exception]] = [[] for _ in range(trainer.world_size)]
+        dist.all_gather_object(ranks, found)
+        found = [failure for rank in ranks for failure in rank]
+    if found:
+        raise found[0]
