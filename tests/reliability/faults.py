@@ -106,6 +106,16 @@ def forget_weights() -> None:
     checkpointing.FolderCheckpointIO.load_checkpoint = fresh
 
 
+def deepspeed_on_cpu() -> None:
+    """Not a fault: ZeRO without a GPU."""
+    from deepspeed_on_cpu import CpuDeepSpeedStrategy
+
+    from trainer.train import run
+    from trainer.train.strategy import deepspeed_config
+
+    run.make_strategy = lambda settings: CpuDeepSpeedStrategy(deepspeed_config(settings))
+
+
 # ---- numbers that are not finite
 
 

@@ -61,7 +61,11 @@ class WarmParent:
     """A process that has imported the trainer and forks."""
 
     def __init__(self) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{FOLDER}"}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(map(str, (ROOT, FOLDER, FOLDER.parent))),
+        }
         for name in ("RWKV_FAILPOINT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "PYTEST_CURRENT_TEST"):
             environment.pop(name, None)
         self._process = subprocess.Popen(
@@ -272,7 +276,12 @@ def _become(request: dict[str, Any], faults: Any) -> None:
         os.environ.update(request["environment"])
         time.tzset()
         os.chdir(request["cwd"])
+        from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
         from trainer.cli import main
+
+        # Lightning has read it when the parent imported it.
+        rank_zero_only.rank = int(os.environ.get("RANK", 0))
 
         for fault in request["faults"]:
             name, *values = fault.split(":")

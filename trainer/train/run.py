@@ -7,8 +7,10 @@ import dataclasses
 import hashlib
 import json
 import logging
+import re
 import shutil
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from trainer.checkpoint.verify import read_manifest
 from trainer.config import RunConfig
 from trainer.data.module import LanesDataModule
 from trainer.data.tokenizers import get_tokenizer
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, DistributedError
 from trainer.logs import get_logger, mask_secrets
 from trainer.model.naming import ModelShape
 from trainer.ops.wkv7 import choose_backend
@@ -273,11 +275,23 @@ def _fit(
     if _is_rank_zero():
         _make_way(directory, resumed_from)
     start = None if resumed_from is None else read_manifest(resumed_from).step
-    with checkpointing.signals:
+    with checkpointing.signals, _lost_connections():
         trainer.fit(module, datamodule=data, ckpt_path=None if resumed_from is None else str(resumed_from))
     if trainer.global_step == start:
         fix = "raise trainer.max_steps, max_tokens or max_epochs to go on"
         _logger.info("nothing left to train: %s is the end of this run; %s", resumed_from, fix)
+
+
+@contextlib.contextmanager
+def _lost_connections() -> Iterator[None]:
+    """Say so if another process is gone: what libraries raise then is about sockets."""
+    try:
+        yield
+    except RuntimeError as err:
+        if not re.search(r"gloo|NCCL|Connection (closed|reset)", str(err)):
+            raise
+        problem = f"the connection to another process was lost ({str(err).splitlines()[0]})"
+        raise DistributedError("training", problem, fix="look at its message, then go on with resume: auto") from err
 
 
 def _validate(
