@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from harness import Record, Workplace, warm_parent, write_config, write_corpus
+from harness import Record, Workplace, make_run, warm_parent, write_corpus
 
 
 @pytest.fixture(scope="session")
@@ -33,17 +33,6 @@ def make_workplace(parent, corpus, tmp_path):
         return make_run(parent, corpus, tmp_path / name, sections)
 
     return make
-
-
-def make_run(parent, corpus, folder: Path, sections) -> Workplace:
-    """A Workplace in the new folder `folder`."""
-    folder.mkdir()
-    data = {"source_data_dir": str(corpus), "batching": "stream", "chunks_per_step": 2, "test_split": 2}
-    sections = {**sections, "data": {**data, **sections.get("data", {})}}
-    sections["model"] = {"bptt_window": "full", **sections.get("model", {})}
-    sections["trainer"] = {"max_steps": 11, **sections.get("trainer", {})}
-    config = write_config(folder / "config.yaml", sections)
-    return Workplace(parent, folder, config, folder / "checkpoints")
 
 
 @dataclasses.dataclass

@@ -234,6 +234,17 @@ def write_config(path: Path, sections: dict[str, Any]) -> Path:
     return path
 
 
+def make_run(parent: WarmParent, corpus: Path, folder: Path, sections: dict[str, Any]) -> Workplace:
+    """A Workplace in the new folder `folder`: lanes of documents, with `sections` merged in."""
+    folder.mkdir()
+    data = {"source_data_dir": str(corpus), "batching": "stream", "chunks_per_step": 2, "test_split": 2}
+    sections = {**sections, "data": {**data, **sections.get("data", {})}}
+    sections["model"] = {"bptt_window": "full", **sections.get("model", {})}
+    sections["trainer"] = {"max_steps": 11, **sections.get("trainer", {})}
+    config = write_config(folder / "config.yaml", sections)
+    return Workplace(parent, folder, config, folder / "checkpoints")
+
+
 # ---- the side of the parent
 
 

@@ -7,8 +7,7 @@ import signal
 import socket
 
 import pytest
-from conftest import make_run
-from harness import DONE, KILLED, Record, Workplace, checkpoints, read_rows
+from harness import DONE, KILLED, Record, Workplace, checkpoints, make_run, read_rows
 
 from trainer.checkpoint.find import newest_valid
 
