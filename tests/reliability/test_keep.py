@@ -33,14 +33,14 @@ def test_time_since_the_last_save_counts(another):
 
 BEST = ("--checkpoint.best=true", "--checkpoint.keep=1", "--checkpoint.every_steps=1", "--trainer.max_epochs=5",
         "--trainer.max_steps=-1", "--data.chunks_per_step=4")  # fmt: skip
-LOSSES = "losses_of_validation:3.0:1.0:2.0:1.5"
+LOSSES = "losses_of_validation:nan:1.0:2.0:1.5"
 
 
 def test_the_best_is_kept(another):
     """Its loss is that of the second epoch; the newest is there too."""
     another.fit(*BEST, faults=(LOSSES,))
     validations = [row for row in read_rows(another.run) if "validation_loss" in row]
-    assert [row["validation_loss"] for row in validations] == [3.0, 1.0, 2.0, 1.5, 1.5]
+    assert [row["validation_loss"] for row in validations[1:]] == [1.0, 2.0, 1.5, 1.5]
     assert names(another) == [f"step-{validations[1]['step']}", f"step-{validations[-1]['step']}"]
 
 

@@ -8,6 +8,7 @@ All of it goes into a temporary folder that appears under its name, step-N, only
 from __future__ import annotations
 
 import io
+import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -199,7 +200,7 @@ class Checkpointing(Checkpoint):
         losses = [
             (row["validation_loss"], step_folder(self.directory, row["step"]))
             for row in read_metrics(self.directory / METRICS_FILE)
-            if row.get("validation_loss") is not None
+            if row.get("validation_loss", math.inf) < math.inf
         ]
         return min((pair for pair in losses if pair[1].is_dir()), default=None)
 
@@ -242,7 +243,7 @@ class Checkpointing(Checkpoint):
             return
         if self.config.best and not pl_module.agreed_signal:
             loss = float(trainer.callback_metrics["validation/loss"])
-            if self._best is None or loss < self._best[0]:
+            if loss < (self._best[0] if self._best else math.inf):
                 self._best, self._is_due = (loss, step_folder(self.directory, trainer.global_step)), True
         self._save_or_leave(trainer, pl_module, is_due=self._is_due)
 
@@ -293,11 +294,12 @@ class Checkpointing(Checkpoint):
         failures: list[Exception] = []
         try:
             write_payload_files(folder, payload)
-        except OSError as err:
+            if is_deepspeed(trainer.strategy):
+                _require_finite(trainer.global_step, _sharded_weights(module))
+        except (OSError, NonFiniteError) as err:
             failures.append(err)
         _raise_together(trainer, failures, target)
         if is_deepspeed(trainer.strategy):
-            _require_finite(trainer.global_step, _sharded_weights(module))
             with storage_errors(target):
                 trainer.save_checkpoint(folder)
             return
