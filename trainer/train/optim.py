@@ -102,10 +102,11 @@ class MasterAdamW(torch.optim.AdamW):
         for name, parameter, start in zip(group["names"], parameters, offsets, strict=False):
             part = slice(start, start + parameter.numel())
             self._masters[name] = masters.data[part].view(parameter.shape)
-            self._masters[name].copy_(initial.get(name, parameter.detach()).view(parameter.shape))
-            values[part].copy_(parameter.detach().flatten())
-            if low == wide:
-                values[part].copy_(self._masters[name].flatten())
+            # A parameter that is its own master holds the initial value already, in full precision.
+            source = parameter.detach() if low == wide else initial.get(name, parameter.detach())
+            self._masters[name].copy_(source.view(parameter.shape))
+            if low != wide:
+                values[part].copy_(parameter.detach().flatten())
             parameter.data = values[part].view(parameter.shape)
             self._sums[name] = parameter.main_grad = masters.grad[part].view(parameter.shape)  # type: ignore[attr-defined]
             parameter.register_post_accumulate_grad_hook(_add_to_main_grad)  # type: ignore[no-untyped-call]
