@@ -135,10 +135,17 @@ def _say_plan(run: RunConfig, shape: ModelShape, trainer: pl.Trainer) -> None:
         "model=L%d-D%d vocab=%d parameters=%s kernel=%s device=%s",
         shape.n_layer, shape.n_embd, shape.vocab_size, f"{shape.num_parameters():,}", backend, device,
     )  # fmt: skip
+    weights = str(dtype).removeprefix("torch.")
+    wide = "float64" if dtype == torch.float64 else "float32"
     _logger.info(
-        "strategy=%s weights=%s master=float32 moments=float32 gradients=float32 state=float32",
-        run.strategy, str(dtype).removeprefix("torch."),
-    ) if dtype != torch.float64 else _logger.info("strategy=%s everything=float64", run.strategy)  # fmt: skip
+        "strategy=%s weights=%s master=%s moments=%s gradients=%s state=%s",
+        run.strategy,
+        weights,
+        wide,
+        wide,
+        wide,
+        wide,
+    )
     if run.precision == "bf16-mixed":
         _logger.info("precision=bf16-mixed means bf16 weights with float32 masters; no autocast region is entered")
     rows = (
