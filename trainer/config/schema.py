@@ -234,7 +234,7 @@ class RunConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     resume: str = "never"
-    """auto = continue from the newest valid checkpoint in checkpoint.dir, or start if there is none; never; or the path of one checkpoint."""
+    """auto = continue from the newest valid checkpoint in checkpoint.dir, or start if there is none; never; or the path of one checkpoint. Newer checkpoints that a run does not continue from are moved to set-aside-N beside them once it trains."""
     precision: str = "bf16-mixed"
     """trainer.precision: bf16-mixed and bf16-true = bf16 weights in the forward pass, float32 master weights and moments; 32-true = float32; 64-true = float64 (tests)."""
     strategy: str = "auto"
