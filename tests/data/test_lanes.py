@@ -29,6 +29,7 @@ class MemoryStore:
     """Documents in memory. By default each token's id is its place in the flat stream, so ids are unique."""
 
     digest = "memory"
+    source_ids = None
 
     def __init__(self, sizes, masked=False, tokens=None):
         self.sizes = np.array(sizes, np.int64)
@@ -469,3 +470,19 @@ def test_validation_visits_every_document_once_from_the_start_each_time():
         for step in rank_steps:
             check_layout(step, masked=True)
     assert not hasattr(ranks[0], "state_dict")
+
+
+@pytest.mark.parametrize("data", [{"batching": "stream"}, {"packing_enable": True}, {}])
+def test_targets_know_their_source(data):
+    sizes = [5, 40, 17, 2, 30, 9, 64, 3]
+    store = MemoryStore(sizes)
+    store.source_ids = np.arange(len(sizes), dtype=np.int32) % 3
+    source_of_token = np.repeat(store.source_ids, sizes)
+    num = 0
+    for step in make_lanes(store, **data):
+        for batch in step.microbatches:
+            is_token = batch.weight_BT > 0
+            found = batch.source_BT[is_token]
+            assert found.tolist() == source_of_token[batch.targets_BT[is_token]].tolist()
+            num += len(found)
+    assert num >= sum(sizes) - len(sizes)

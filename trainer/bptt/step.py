@@ -42,6 +42,10 @@ class ChunkInput:
     """Weights times world size over the step's total weight: the loss needs no further scaling."""
     reset_BT: Tensor | None
     state: ModelState
+    source_BT: Tensor | None = None
+    """int32, source of each target; None: losses by source are not wanted."""
+    source_sums_2S: Tensor | None = None
+    """Where they are summed, see `trainer.ops.loss.SourceSums`."""
 
 
 class Engine(Protocol):
@@ -175,9 +179,16 @@ class _MicroRun:
     """Runs the chunks of one micro-batch."""
 
     def __init__(
-        self, engine: Engine, batch: Batch | None, plan: MicroPlan, scale: float, device: torch.device
+        self,
+        engine: Engine,
+        batch: Batch | None,
+        plan: MicroPlan,
+        scale: float,
+        device: torch.device,
+        source_sums_2S: Tensor | None,
     ) -> None:
         self.engine, self.batch, self.plan, self.scale, self.device = engine, batch, plan, scale, device
+        self.source_sums_2S = source_sums_2S
         self.losses: list[Tensor] = []
         self.labels: list[int] = []
 
@@ -191,12 +202,15 @@ class _MicroRun:
         reset = self.batch.reset_BT[part]
         # Rows that start anew have a zero state at token 0 already: no mask is needed for that reset.
         inner = reset[:, 1:] if chunk.start == 0 and self.batch.lane_ids is None else reset
+        source = None if self.source_sums_2S is None else self.batch.source_BT
         return ChunkInput(
             self.batch.ids_BT[part].to(self.device, non_blocking=True),
             self.batch.targets_BT[part].to(self.device, non_blocking=True),
             self.batch.weight_BT[part].to(self.device, non_blocking=True) * self.scale,
             reset.to(self.device, non_blocking=True) if bool(inner.any()) else None,
             state,
+            None if source is None else source[part].to(self.device, non_blocking=True),
+            None if source is None else self.source_sums_2S,
         )
 
     def _entering(self, chunk: Chunk, state: ModelState) -> ModelState:
@@ -307,6 +321,7 @@ def run_step(
     device: torch.device,
     world_size: int,
     gather: Callable[[list[float]], list[list[float]]],
+    source_sums_2S: Tensor | None = None,
 ) -> StepResult:
     """Gradients of one optimizer step, added to those that the engine holds.
 
@@ -321,6 +336,8 @@ def run_step(
         device: where the model is.
         world_size: ranks; the engine averages gradients over them, so losses carry this factor, here only.
         gather: one exchange of a list of numbers between all ranks.
+        source_sums_2S: this rank's losses and weights by source are added here, both times world size over
+            `StepResult.total_weight`; no host waits for them.
     """
     batches = [_apply_learning_range(batch, options.ctx_len, options.learning_range) for batch in batches]
     plan = StepPlan.agree(
@@ -337,7 +354,7 @@ def run_step(
     result = StepResult(total_weight=plan.total_weight)
     for number, micro in enumerate(plan.micro):
         batch = batches[number] if number < len(batches) else None
-        run = _MicroRun(engine, batch, micro, scale, device)
+        run = _MicroRun(engine, batch, micro, scale, device, source_sums_2S)
         state = states[number] if number < len(states) else None
         if state is None:
             state = engine.zero_state(len(batch.lengths) if batch is not None and batch.lengths else 1)
@@ -356,10 +373,11 @@ def evaluate_step(
     *,
     device: torch.device,
     gather: Callable[[list[float]], list[list[float]]],
+    source_sums_2S: Tensor | None = None,
 ) -> tuple[float, float]:
     """Summed weighted loss of this rank's documents, and the sum of weights, without gradients.
 
-    Ranks agree on the number of chunks as in `run_step`.
+    Ranks agree on the number of chunks as in `run_step`. Losses and weights by source are added to `source_sums_2S`.
     """
     plan = StepPlan.agree(
         [batch.lengths for batch in batches],
@@ -373,7 +391,7 @@ def evaluate_step(
     losses = []
     for number, micro in enumerate(plan.micro):
         batch = batches[number] if number < len(batches) else None
-        run = _MicroRun(engine, batch, micro, 1.0, device)
+        run = _MicroRun(engine, batch, micro, 1.0, device, source_sums_2S)
         state = engine.zero_state(len(batch.lengths) if batch is not None and batch.lengths else 1)
         for index in range(len(micro.chunks)):
             loss, state = run.evaluate(index, state)

@@ -260,6 +260,7 @@ def _build_batch(store: TokenStore, micro: MicroRows) -> Batch:
     weight_BT, reset_BT = np.zeros(shape, np.float32), np.zeros(shape, np.bool_)
     for i, row in enumerate(micro.rows):
         _fill_row(store, row, (ids_BT[i], targets_BT[i], weight_BT[i], reset_BT[i]))
+    source_BT = None if store.source_ids is None else _sources(store.source_ids, micro.rows, shape)
     return Batch(
         torch.from_numpy(ids_BT),
         torch.from_numpy(targets_BT),
@@ -267,7 +268,19 @@ def _build_batch(store: TokenStore, micro: MicroRows) -> Batch:
         torch.from_numpy(reset_BT),
         lengths,
         micro.lane_ids,
+        source_BT,
     )
+
+
+def _sources(source_ids: NDArray[np.int32], rows: Sequence[Row], shape: tuple[int, int]) -> torch.Tensor | None:
+    """Source of each target, int32; None where documents play no role."""
+    if any(span.document is None for row in rows for span in row):
+        return None
+    source_BT = np.zeros(shape, np.int32)
+    for i, row in enumerate(rows):
+        found = np.repeat([source_ids[span.document] for span in row], [span.num_targets for span in row])
+        source_BT[i, : len(found)] = found
+    return torch.from_numpy(source_BT)
 
 
 def _fill_row(store: TokenStore, row: Row, arrays: Sequence[NDArray[Any]]) -> None:
@@ -316,6 +329,7 @@ def _pin_memory(step: StepBatch) -> StepBatch:
             targets_BT=batch.targets_BT.pin_memory(),
             weight_BT=batch.weight_BT.pin_memory(),
             reset_BT=batch.reset_BT.pin_memory(),
+            source_BT=None if batch.source_BT is None else batch.source_BT.pin_memory(),
         )
         for batch in step.microbatches
     )

@@ -61,6 +61,13 @@ class LanesDataModule(pl.LightningDataModule):
             # Lightning warns of a loader of length zero; this is how to say that none is wanted.
             self.trainer.limit_val_batches = 0
 
+    @property
+    def source_names(self) -> list[str]:
+        """Names of the sources of a mixture, by the number that batches have them under; [] if there is but one."""
+        if self._train is None or self._train.source_ids is None:
+            return []
+        return [str(source["name"]) for source in self.manifest.sources]
+
     def train_dataloader(self) -> Lanes:
         """The training set, at the position given to `seek`, else at its start; the same object each time."""
         assert self._train is not None

@@ -66,6 +66,9 @@ where a token is trained as a target (left out if all are); `doc_id`, the number
 `source_id` if there are several sources. A folder of the older trainer is read as it is; its `attention_mask` marks
 the trained targets. `--to-binidx PREFIX` writes the official format, `--from-binidx PREFIX` reads it in.
 
+**Losses of a mixture.** Each source's mean loss per token is shown and logged as `train/loss/NAME`, over the steps since
+the last time (`trainer.log_every_n_steps`), and as `validation/loss/NAME`, over all its validation documents.
+
 **Quotes.** In YAML write templates in double quotes: `"Input:\\n"`. In single quotes `\\n` is two characters, which
 is refused.
 """

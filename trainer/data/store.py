@@ -53,6 +53,8 @@ class TokenStore(Protocol):
     """int64 [num_documents], tokens of each document, its end-of-document token included."""
     dtype: np.dtype
     """Type of the ids that `read` returns."""
+    source_ids: np.ndarray | None
+    """int32 [num_documents], number of each document's source in the manifest's list; None for one source."""
 
     @property
     def num_trained_tokens(self) -> int:
@@ -106,6 +108,7 @@ class FlatStore:
         self.sizes = sizes.astype(np.int64, copy=False)
         self.num_documents = len(sizes)
         self.dtype = segments[0].dtype if segments else np.dtype(np.uint16)
+        self.source_ids: np.ndarray | None = None
         self._segments, self._masks = segments, masks
         self._segment_starts = np.cumsum([0] + [len(segment) for segment in segments], dtype=np.int64)
         self._document_starts = np.zeros(len(sizes) + 1, np.int64)
@@ -188,6 +191,7 @@ class SubsetStore:
         self._parent = parent
         self._documents = documents.astype(np.int64, copy=False)
         self.sizes = parent.sizes[self._documents]
+        self.source_ids = None if parent.source_ids is None else parent.source_ids[self._documents]
         self.num_documents = len(self.sizes)
         self._document_starts = np.zeros(len(self.sizes) + 1, np.int64)
         np.cumsum(self.sizes, out=self._document_starts[1:])
@@ -267,9 +271,8 @@ class ArrowStore(FlatStore):
                 source_ids.append(batch.column("source_id").to_numpy(zero_copy_only=False))
         if masks and len(masks) != len(segments):
             raise DataError(self._folder, "some files have a loss mask and others have none")
-        self.source_ids: np.ndarray | None = np.concatenate(source_ids) if source_ids else None
-        """int32 [num_documents], number of each document's source in the manifest's list; None for one source."""
         super().__init__(str(self._folder), segments, np.concatenate(sizes) if sizes else np.zeros(0, np.int64), masks)
+        self.source_ids = np.concatenate(source_ids) if source_ids else None
 
     def __reduce__(self) -> tuple[Callable[..., ArrowStore], tuple[Path]]:
         return type(self), (self._folder,)

@@ -11,7 +11,7 @@ l2wrap = 1e-4 this is the official loss; a row with q = 0 gets neither term.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,16 @@ from torch import Tensor
 
 from trainer.ops.step_kernels import cross_entropy_rows, has_cross_entropy_kernel
 
-__all__ = ["linear_cross_entropy", "linear_cross_entropy_reference"]
+__all__ = ["SourceSums", "linear_cross_entropy", "linear_cross_entropy_reference"]
+
+
+class SourceSums(NamedTuple):
+    """Losses by source, summed on the device that computes them, so that nobody waits for them."""
+
+    source_R: Tensor
+    """int32 [R], source of each row."""
+    sums_2S: Tensor
+    """float [2, S] in the dtype of the loss: weighted losses and weights are added to it."""
 
 
 def linear_cross_entropy_reference(
@@ -35,21 +44,20 @@ def linear_cross_entropy_reference(
 def _slice_loss(
     logits_RV: Tensor, target_R: Tensor, weight_R: Tensor, l2wrap: float, with_gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """Summed loss of some rows (a scalar), and the gradient of the logits in their dtype; may overwrite the logits."""
+    """Weighted loss of each row, and the gradient of the logits in their dtype; may overwrite the logits."""
     if has_cross_entropy_kernel(logits_RV):
-        losses_R = cross_entropy_rows(logits_RV, target_R, weight_R, l2wrap, with_gradient)
-        return losses_R.sum(), logits_RV
+        return cross_entropy_rows(logits_RV, target_R, weight_R, l2wrap, with_gradient), logits_RV
     wide = logits_RV.to(weight_R.dtype)
     largest_R, position_R = wide.max(1, keepdim=True)
     log_sum_R = torch.logsumexp(wide, 1, keepdim=True)
-    loss = (weight_R * (log_sum_R - wide.gather(1, target_R[:, None])).squeeze(1)).sum()
+    losses_R = weight_R * (log_sum_R - wide.gather(1, target_R[:, None])).squeeze(1)
     if not with_gradient:
-        return loss, logits_RV
+        return losses_R, logits_RV
     grad = (wide - log_sum_R).exp_()
     grad.scatter_add_(1, target_R[:, None], torch.full_like(largest_R, -1.0))
     if l2wrap:
         grad.scatter_add_(1, position_R, largest_R * l2wrap)
-    return loss, grad.mul_(weight_R[:, None]).to(logits_RV.dtype)
+    return losses_R, grad.mul_(weight_R[:, None]).to(logits_RV.dtype)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -59,7 +67,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any,
         hidden_RC: Tensor, head_VC: Tensor, target_R: Tensor, weight_R: Tensor, l2wrap: float, slice_rows: int,
-        total_VC: Tensor | None, with_gradient: bool,
+        total_VC: Tensor | None, sources: SourceSums | None, with_gradient: bool,
     ) -> Tensor:  # fmt: skip
         wide = torch.float64 if hidden_RC.dtype == torch.float64 else torch.float32
         weight_R = weight_R.to(wide)
@@ -73,12 +81,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
             rows = slice(start, start + slice_rows)
             hidden = hidden_RC[rows]
             logits = F.linear(hidden, head_VC)
-            part, d_logits = _slice_loss(logits, target_R[rows], weight_R[rows], l2wrap, need_hidden or need_head)
-            loss += part
+            losses_R, d_logits = _slice_loss(logits, target_R[rows], weight_R[rows], l2wrap, need_hidden or need_head)
+            loss += losses_R.sum()
+            if sources is not None:
+                sources.sums_2S[0].index_add_(0, sources.source_R[rows], losses_R)
             if d_hidden is not None:
                 torch.mm(d_logits, head_VC, out=d_hidden[rows])
             if d_head is not None:
                 _add_outer(d_head, d_logits, hidden)
+        if sources is not None:
+            sources.sums_2S[1].index_add_(0, sources.source_R, weight_R)
         returned = d_head is not None and d_head is not total_VC
         ctx.save_for_backward(d_hidden, d_head.to(head_VC.dtype) if returned and d_head is not None else None)
         return loss
@@ -88,7 +100,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         d_hidden, d_head = ctx.saved_tensors
         d_hidden = None if d_hidden is None else d_hidden * upstream.to(d_hidden.dtype)
         d_head = None if d_head is None else d_head * upstream.to(d_head.dtype)
-        return d_hidden, d_head, None, None, None, None, None, None
+        return d_hidden, d_head, None, None, None, None, None, None, None
 
 
 def _add_outer(total_VC: Tensor, d_logits_RV: Tensor, hidden_RC: Tensor) -> None:
@@ -112,6 +124,7 @@ def linear_cross_entropy(
     l2wrap: float = 1e-4,
     slice_rows: int = 4096,
     head_total_VC: Tensor | None = None,
+    sources: SourceSums | None = None,
 ) -> Tensor:
     """Weighted sum of cross-entropies of `hidden @ head^T`, with L2Wrap in the gradient only.
 
@@ -124,10 +137,11 @@ def linear_cross_entropy(
         slice_rows: rows of logits that exist at one time.
         head_total_VC: if given, the gradient of `head_VC` is added to it here, in its dtype, instead of in the
             backward pass. Only for a loss whose backward follows with an upstream gradient of 1.
+        sources: where losses and weights are summed by source, besides the loss itself.
 
     Returns:
         float32 scalar (float64 for float64 inputs), differentiable in `hidden_RC` and `head_VC`.
     """
     return _LinearCrossEntropy.apply(  # type: ignore[no-any-return, no-untyped-call]
-        hidden_RC, head_VC, target_R, weight_R, l2wrap, slice_rows, head_total_VC, torch.is_grad_enabled()
+        hidden_RC, head_VC, target_R, weight_R, l2wrap, slice_rows, head_total_VC, sources, torch.is_grad_enabled()
     )

@@ -85,8 +85,10 @@ class MetricsFile(Callback):
         """Append the validation loss, unless a signal has cut the validation short."""
         assert isinstance(pl_module, LitRWKV7)
         if trainer.state.fn == "fit" and not trainer.sanity_checking and not pl_module.agreed_signal:
-            loss = float(trainer.callback_metrics["validation/loss"])
-            self._append(trainer, {"step": trainer.global_step, "validation_loss": loss})
+            found = {name: float(value) for name, value in trainer.callback_metrics.items()}
+            row = {"step": trainer.global_step, "validation_loss": found["validation/loss"]}
+            by_source = {name: value for name, value in found.items() if name.startswith("validation/loss/")}
+            self._append(trainer, row | by_source)
 
     def on_save_checkpoint(self, *_: Any) -> None:
         """A checkpoint must not outlive the lines before it, even if the power fails."""
@@ -172,7 +174,10 @@ class RunProgress(ProgressBar):
         left = _clock((1 - share) / rate) if rate > 0 else "?"
         metrics = pl_module.last_metrics
         pl_module.log("perf/tokens_per_s", speed, rank_zero_only=True)
-        text = f"loss={metrics['train/loss']:.4f} tokens/s={speed:,.0f} memory={_memory_gib(pl_module.device):.2f} GiB left={left}"
+        sources = "".join(
+            f"{name.removeprefix('train/')}={value:.4f} " for name, value in pl_module.train_sources.latest.items()
+        )
+        text = f"loss={metrics['train/loss']:.4f} {sources}tokens/s={speed:,.0f} memory={_memory_gib(pl_module.device):.2f} GiB left={left}"
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=share, step=trainer.global_step, text=text)
         elif self._enabled and (now - self._last_line > _LINE_EVERY_S or share >= 1):

@@ -26,6 +26,7 @@ from trainer.train.lane_states import LaneStates
 from trainer.train.local_engine import LocalEngine, chunk_loss
 from trainer.train.optim import MasterAdamW, clip_by_global_norm, parameter_groups
 from trainer.train.schedule import Position, Schedule
+from trainer.train.source_losses import SourceLosses
 from trainer.train.strategy import (
     DeepSpeedChunks,
     average_over_ranks,
@@ -66,6 +67,8 @@ class LitRWKV7(pl.LightningModule):
         """Number of the signal that asked this rank to stop; 0 = none."""
         self.agreed_signal = 0
         """The same, known to all ranks at the end of a step."""
+        self.train_sources = SourceLosses()
+        self._validation_sources = SourceLosses()
         self._validation = [0.0, 0.0]
         self._initial: Mapping[str, Tensor] | None = None
         self._engine: Engine | None = None
@@ -118,12 +121,14 @@ class LitRWKV7(pl.LightningModule):
         reset_BT: Tensor | None,
         state: ModelState,
         with_loss: bool,
+        source_BT: Tensor | None = None,
+        source_sums_2S: Tensor | None = None,
     ) -> tuple[Tensor | None, ModelState]:
         """Weighted loss of one chunk (None without `with_loss`) and the state after it.
 
         This is the call that DeepSpeed wraps: see `DeepSpeedChunks`.
         """
-        chunk = ChunkInput(ids_BT, targets_BT, weight_BT, reset_BT, state)
+        chunk = ChunkInput(ids_BT, targets_BT, weight_BT, reset_BT, state, source_BT, source_sums_2S)
         return chunk_loss(self.model, chunk, self.run.model, with_loss=with_loss)
 
     # ---- training
@@ -183,6 +188,7 @@ class LitRWKV7(pl.LightningModule):
             device=self.device,
             world_size=self.trainer.world_size,
             gather=self.gather_numbers,
+            source_sums_2S=self.train_sources.sums(self),
         )
         loss, tokens, samples = self._reduce_losses(result, batch)
         if not torch.isfinite(torch.tensor(loss)):
@@ -190,6 +196,7 @@ class LitRWKV7(pl.LightningModule):
         norm = self._update(optimizer)
         for micro, state in zip(batch.microbatches, result.states, strict=False):
             self.lanes.keep(micro.lane_ids, state)
+        self.train_sources.end_step(result.total_weight / self.trainer.world_size)
         self._count(tokens, samples, batch.position)
         self._log_step(loss, norm, lr, result)
 
@@ -244,6 +251,10 @@ class LitRWKV7(pl.LightningModule):
         for name, value in self.last_metrics.items():
             self.log(name, float(value), rank_zero_only=True)
         every = getattr(self.trainer, "log_every_n_steps", 0)
+        if every and self.global_step % every == 0:
+            by_source = self.train_sources.means("train/loss/", self.gather_numbers)
+            self.log_dict(by_source, rank_zero_only=True)
+            self.last_metrics |= by_source
         states = [state for state in result.states if state is not None]
         if every and self.global_step % every == 0 and states:
             for layer, entry in enumerate(states[-1]):
@@ -304,6 +315,7 @@ class LitRWKV7(pl.LightningModule):
     def on_validation_epoch_start(self) -> None:
         """Start a new mean."""
         self._validation = [0.0, 0.0]
+        self._validation_sources.reset()
 
     def validation_step(self, batch: StepBatch, batch_idx: int) -> None:
         """Add one batch of whole documents to the mean loss per token; none after a signal to stop."""
@@ -315,7 +327,9 @@ class LitRWKV7(pl.LightningModule):
             self.step_options(),
             device=self.device,
             gather=self.gather_numbers,
+            source_sums_2S=self._validation_sources.sums(self),
         )
+        self._validation_sources.end_step(1.0)
         self._validation[0] += total
         self._validation[1] += weight
 
@@ -325,6 +339,7 @@ class LitRWKV7(pl.LightningModule):
         total, weight = (sum(column) for column in zip(*ranks, strict=True))
         mean = total / weight if weight else float("nan")
         self.log("validation/loss", mean, rank_zero_only=True, prog_bar=True)
+        self.log_dict(self._validation_sources.means("validation/loss/", self.gather_numbers), rank_zero_only=True)
         self.log("validation/perplexity", float(torch.tensor(mean).exp()), rank_zero_only=True)
 
     # ---- checkpoints

@@ -17,7 +17,7 @@ from trainer.bptt.step import ChunkInput, EagerEngine
 from trainer.config import ModelConfig
 from trainer.model.rwkv7 import RWKV7
 from trainer.model.state import LayerState, ModelState, map_state, state_tensors
-from trainer.ops.loss import linear_cross_entropy
+from trainer.ops.loss import SourceSums, linear_cross_entropy
 
 __all__ = ["LocalEngine", "chunk_loss"]
 
@@ -34,6 +34,9 @@ def chunk_loss(
     hidden_BTC, state = model(chunk.ids_BT, chunk.state, chunk.reset_BT)
     if not with_loss:
         return None, state
+    sources = None
+    if chunk.source_BT is not None and chunk.source_sums_2S is not None:
+        sources = SourceSums(chunk.source_BT.flatten(), chunk.source_sums_2S)
     loss = linear_cross_entropy(
         hidden_BTC.flatten(0, 1),
         model.head.weight,
@@ -42,6 +45,7 @@ def chunk_loss(
         settings.l2wrap,
         settings.loss_chunk_rows,
         head_total,
+        sources,
     )
     return loss, state
 
@@ -57,6 +61,8 @@ class _Form:
     has_gradient: bool
     wants_gradient: bool
     with_loss: bool
+    source_sums: int
+    """Address of the tensor that the chunk adds losses by source to; 0 = none."""
 
 
 @dataclass
@@ -75,7 +81,11 @@ def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 def _input_tensors(chunk: ChunkInput) -> list[Tensor]:
     plain = [chunk.ids_BT, chunk.targets_BT, chunk.weight_BT, *state_tensors(chunk.state)]
-    return plain if chunk.reset_BT is None else [*plain, chunk.reset_BT]
+    return [*plain, *(optional for optional in (chunk.reset_BT, chunk.source_BT) if optional is not None)]
+
+
+def _sums_address(chunk: ChunkInput) -> int:
+    return 0 if chunk.source_sums_2S is None else chunk.source_sums_2S.data_ptr()
 
 
 class LocalEngine(EagerEngine):
@@ -109,7 +119,8 @@ class LocalEngine(EagerEngine):
 
     def evaluate(self, chunk: ChunkInput, *, with_loss: bool) -> tuple[Tensor | None, ModelState]:
         """See `Engine`."""
-        form = _Form((*chunk.ids_BT.shape,), chunk.reset_BT is not None, False, False, False, with_loss)
+        has_reset, sums = chunk.reset_BT is not None, _sums_address(chunk)
+        form = _Form((*chunk.ids_BT.shape,), has_reset, False, False, False, with_loss, sums)
         if not self._is_due(form, chunk):
             return super().evaluate(chunk, with_loss=with_loss)
         loss, state, _ = self._replay(form, chunk, None)
@@ -119,8 +130,8 @@ class LocalEngine(EagerEngine):
         self, chunk: ChunkInput, gradient: list[Tensor] | None, *, want_gradient: bool, is_last: bool
     ) -> tuple[Tensor, ModelState, list[Tensor] | None]:
         """See `Engine`."""
-        has_gradient = gradient is not None
-        form = _Form((*chunk.ids_BT.shape,), chunk.reset_BT is not None, True, has_gradient, want_gradient, True)
+        has_reset, has_gradient, sums = chunk.reset_BT is not None, gradient is not None, _sums_address(chunk)
+        form = _Form((*chunk.ids_BT.shape,), has_reset, True, has_gradient, want_gradient, True, sums)
         if not self._is_due(form, chunk):
             return super().train(chunk, gradient, want_gradient=want_gradient, is_last=is_last)
         loss, state, new = self._replay(form, chunk, gradient)
@@ -158,6 +169,8 @@ class LocalEngine(EagerEngine):
             chunk.weight_BT.clone(),
             None if chunk.reset_BT is None else chunk.reset_BT.clone(),
             map_state(torch.clone, chunk.state),
+            None if chunk.source_BT is None else chunk.source_BT.clone(),
+            chunk.source_sums_2S,
         )
         own_gradient = None if gradient is None else [g.clone() for g in gradient]
         graph = torch.cuda.CUDAGraph()

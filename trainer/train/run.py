@@ -313,8 +313,9 @@ def _validate(
     module = LitRWKV7(run, shape)
     _say_plan(run, shape, trainer)
     trainer.validate(module, datamodule=data, verbose=False)
-    for name in ("validation/loss", "validation/perplexity"):
-        _logger.info("%s=%.6f", name, float(trainer.callback_metrics[name]))
+    for name, value in trainer.callback_metrics.items():
+        if name.startswith("validation/"):
+            _logger.info("%s=%.6f", name, float(value))
 
 
 def dry_run(run: RunConfig) -> None:

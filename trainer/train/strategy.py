@@ -120,8 +120,9 @@ class DeepSpeedChunks(EagerEngine):
         if torch.is_grad_enabled():
             self.wrapped.set_gradient_accumulation_boundary(is_last)
         loss, state = self.wrapped(
-            chunk.ids_BT, chunk.targets_BT, chunk.weight_BT, chunk.reset_BT, chunk.state, with_loss
-        )
+            chunk.ids_BT, chunk.targets_BT, chunk.weight_BT, chunk.reset_BT, chunk.state, with_loss,
+            chunk.source_BT, chunk.source_sums_2S,
+        )  # fmt: skip
         return loss, state
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
