@@ -10,6 +10,7 @@ __all__ = ["get_logger", "log_once", "mask_secrets", "set_up_logging"]
 
 _SECRET_KEY = re.compile(r"(key|key_id|secret|token|password|passwd|credential)s?$", re.IGNORECASE)
 _URL_PASSWORD = re.compile(r"(\w+://)[^/\s:@]+:[^/\s@]+@")
+_URL_SIGNATURE = re.compile(r"([?&][^=&\s]*(?:signature|credential|secret|token|key|sig)=)[^&\s]+", re.IGNORECASE)
 # Names that end like a secret but hold none: token counts and column names.
 _NOT_SECRET = re.compile(
     r"(custom_text_key|multi_column_keys|conversation_key|conversation_sender_key|endoftext_token|max_tokens|tokens)$"
@@ -33,8 +34,8 @@ def log_once(logger: logging.Logger, message: str, *args: object) -> None:
 def mask_secrets(value: object, key: str = "") -> object:
     """Copy of a nested config in which every secret is replaced by `***`.
 
-    A value is a secret if its key ends in key, secret, token, password or credential, or if it is a
-    URL with a user and a password.
+    A value is a secret if its key ends in key, secret, token, password or credential. Of a URL, a user and password
+    are replaced, and values of its query under such names, as in signed links.
     """
     if isinstance(value, dict):
         return {k: mask_secrets(v, str(k)) for k, v in value.items()}
@@ -43,8 +44,12 @@ def mask_secrets(value: object, key: str = "") -> object:
     if isinstance(value, str):
         if _SECRET_KEY.search(key) and not _NOT_SECRET.search(key) and value:
             return "***"
-        return _URL_PASSWORD.sub(r"\1***@", value)
+        return _mask_urls(value)
     return value
+
+
+def _mask_urls(text: str) -> str:
+    return _URL_SIGNATURE.sub(r"\1***", _URL_PASSWORD.sub(r"\1***@", text))
 
 
 class _RankFilter(logging.Filter):
@@ -55,7 +60,7 @@ class _RankFilter(logging.Filter):
         self._rank = rank
 
     def filter(self, record: logging.LogRecord) -> bool:
-        record.msg = _URL_PASSWORD.sub(r"\1***@", str(record.msg))
+        record.msg = _mask_urls(str(record.msg))
         return self._rank == 0 or record.levelno >= logging.WARNING
 
 

@@ -82,11 +82,11 @@ class DataConfig:
     data_path_storage_options: dict[str, Any] | None = None
     """Options of fsspec for a data_path such as s3://bucket/folder: {key, secret, endpoint_url}. They are never written anywhere; the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY) is the safer place."""
     source: str | None = None
-    """text | json | jsonl | csv | parquet | arrow | pandas | npy | binidx (with source_data_dir), or a path: a file, a folder, a pattern such as data/*.jsonl, a .npy file, a .bin/.idx pair, a folder saved by datasets' save_to_disk; or the name of a data set of the Hugging Face Hub. Leave it out if data_path is already prepared."""
+    """text | json | jsonl | csv | parquet | arrow | pandas | npy | binidx (with source_data_dir), or a path or URL (s3://...): a file, a folder, a pattern such as data/*.jsonl; or a .npy file, a .bin/.idx pair, a folder saved by datasets' save_to_disk; or the name of a data set of the Hugging Face Hub. Leave it out if data_path is already prepared."""
     source_data_dir: str | None = None
     """Folder (or file) that holds the source files; for binidx the prefix without .bin/.idx; for a Hub data set its data_dir."""
     source_dataset_params: dict[str, Any] | None = None
-    """Further arguments of datasets.load_dataset, such as {data_files: "*.jsonl"} or, for the Hub, {name: .., revision: ..}."""
+    """Further arguments of datasets.load_dataset, such as {data_files: "*.jsonl"}, {storage_options: {..}} of fsspec for remote files (never written anywhere), or, for the Hub, {name: .., revision: ..}."""
     source_dataset_split: str = "train"
     """Split of the source that becomes training data."""
     sources: list[dict[str, Any]] | None = None

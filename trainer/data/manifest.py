@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.data.remote_files import RemoteFile
 from trainer.errors import DataError
 
 if TYPE_CHECKING:
@@ -51,11 +52,15 @@ class SourceFile:
     mtime_ns: int
     sha256: str | None
     """None for files of 64 MiB and more."""
+    tag: str | None = None
+    """Of a remote file: its ETag, or what else its storage has instead of a time stamp."""
 
     @property
     def identity(self) -> dict[str, Any]:
         """What must stay equal for the prepared data to stay valid."""
-        content = {"sha256": self.sha256} if self.sha256 else {"mtime_ns": self.mtime_ns}
+        content: dict[str, Any] = {"sha256": self.sha256} if self.sha256 else {"mtime_ns": self.mtime_ns}
+        if self.tag is not None:
+            content = {"tag": self.tag}
         return {"name": self.name, "size": self.size, **content}
 
     def moved(self, old: str, new: str) -> SourceFile:
@@ -99,6 +104,10 @@ def fingerprint_source(source: Source, known: Iterable[SourceFile] = ()) -> list
     seen = {file.name: file for file in known}
     result: list[SourceFile] = []
     for path in source.files:
+        if isinstance(path, RemoteFile):
+            remote = path.stat()
+            result.append(SourceFile(str(path), remote.st_size, 0, None, remote.tag))
+            continue
         name = os.path.relpath(path, source.root)
         try:
             status = path.stat()

@@ -40,6 +40,7 @@ from trainer.data.mixing import document_passes, read_datapack, source_epochs
 from trainer.data.npy import open_npy
 from trainer.data.progress import report_progress
 from trainer.data.remote import RemoteFolder
+from trainer.data.remote_files import is_remote
 from trainer.data.saving import Part, SplitWriter
 from trainer.data.selection import document_window, in_words, keep_documents, order_documents, split_documents
 from trainer.data.sources import find_flat, first_record, read_batches
@@ -127,7 +128,7 @@ def prepare(
 
 
 def _prepare_anywhere(data: DataConfig, work: list[Work], seed: int, force: bool) -> tuple[str | None, Manifest]:
-    if not RemoteFolder.is_remote(data.data_path):
+    if not is_remote(data.data_path):
         return _prepare_folder(data, work, seed, force)
     remote = RemoteFolder(data)
     with _build_lock(remote.local):
@@ -140,7 +141,7 @@ def _prepare_anywhere(data: DataConfig, work: list[Work], seed: int, force: bool
 
 def _local(data: DataConfig) -> DataConfig:
     """The settings with the local copy of a remote data_path."""
-    if not RemoteFolder.is_remote(data.data_path):
+    if not is_remote(data.data_path):
         return data
     return dataclasses.replace(data, data_path=str(RemoteFolder(data).local))
 
@@ -416,7 +417,7 @@ def open_prepared(
         data = read_datapack(data)
     if data.data_path is None:
         raise ConfigError("data", "neither data_path nor source is set", fix="set data.source, or data.data_path")
-    if RemoteFolder.is_remote(data.data_path):
+    if is_remote(data.data_path):
         remote = RemoteFolder(data)
         with _build_lock(remote.local):
             remote.fetch()

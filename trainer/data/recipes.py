@@ -58,8 +58,11 @@ end of an answer and token 0; a message's own `train: false` leaves out that mes
 `.npy` file, a `.bin`/`.idx` pair, or the name of a data set of the Hugging Face Hub (with `source_dataset_split` and
 `source_dataset_params: {name: .., revision: ..}`; pin the revision, because nothing else tells that the Hub's copy
 changed). Files: text, json, jsonl (also .gz, .bz2, .xz), csv, tsv, parquet, arrow, and pickled pandas frames. A fault
-in a file stops with its name and line. `data_path` may be `s3://bucket/folder` with `data_path_storage_options`
-(`pip install s3fs`).
+in a file stops with its name and line. Files, folders and patterns may be remote, as in `source: s3://bucket/texts/*.jsonl`
+or `source_dataset_params: {data_files: s3://...}`: S3 (`pip install s3fs`), https and what else fsspec knows; they are
+read where they are. Options such as `{key, secret, endpoint_url}` go into `source_dataset_params: {storage_options: ..}`,
+or are those of `data_path`: this may be `s3://bucket/folder` too, with `data_path_storage_options`. No option is shown or
+stored; the environment (`AWS_ACCESS_KEY_ID`, ..) is the safer place.
 
 **What is stored?** `data_path` is a folder that `datasets.load_from_disk` reads too: `input_ids`; `loss_mask`, 1
 where a token is trained as a target (left out if all are); `doc_id`, the number of the record in its source; and

@@ -11,10 +11,10 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from trainer.config.schema import DataConfig
 from trainer.data.manifest import MANIFEST_NAME, read_manifest
+from trainer.data.remote_files import open_filesystem, without_secrets
 from trainer.errors import DataError, StorageError
 from trainer.logs import get_logger, mask_secrets
 
@@ -39,24 +39,13 @@ class RemoteFolder:
         url = str(data.data_path)
         options = data.data_path_storage_options or {}
         self.url = str(mask_secrets(url))
-        self._secrets = [value for value in _texts(options) if value]
-        protocol, _, path = url.partition("://")
-        self._path = path.rstrip("/")
+        self._options = options
+        self._path = url.partition("://")[2].rstrip("/")
         # Another endpoint may have a bucket of the same name.
         identity = f"{url} {options.get('endpoint_url')} {options.get('client_kwargs', {}).get('endpoint_url')}"
         self.local = Path.home() / _CACHE / hashlib.sha256(identity.encode()).hexdigest()[:16] / "data"
         """The local copy."""
-        try:
-            import fsspec
-
-            self._files = fsspec.filesystem(protocol, **options, skip_instance_cache=True)
-        except (ImportError, ValueError) as error:
-            raise StorageError("data.data_path", f"{self.url}: {error}", fix=f"pip install {protocol}fs") from error
-
-    @staticmethod
-    def is_remote(data_path: str | None) -> bool:
-        """Whether a data_path names a remote folder."""
-        return data_path is not None and "://" in data_path
+        self._files = open_filesystem(url, {**options, "skip_instance_cache": True}, "data.data_path")[0]
 
     def fetch(self) -> None:
         """Bring the local copy to the remote state, if there is a whole data set there.
@@ -125,21 +114,6 @@ class RemoteFolder:
             yield
         # Every storage library has errors of its own.
         except Exception as error:
-            text = f"{type(error).__name__}: {error}"
-            for secret in self._secrets:
-                text = text.replace(secret, "***")
-            problem = f"{self.url} cannot be {done} ({text})"
+            problem = f"{self.url} cannot be {done} ({without_secrets(error, self._options)})"
             fix = "check the bucket, data.data_path_storage_options and the network"
             raise StorageError("data.data_path", problem, fix=fix) from error
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """Every text in nested options but URLs."""
-    if isinstance(value, dict):
-        for inner in value.values():
-            yield from _texts(inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _texts(inner)
-    elif isinstance(value, str) and "://" not in value:
-        yield value

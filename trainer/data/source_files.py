@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bz2
 import codecs
+import contextlib
 import gzip
 import json
 import lzma
@@ -17,11 +18,11 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, Any, Protocol
 
 import numpy as np
 
+from trainer.data.remote_files import SourcePath
 from trainer.errors import DataError
 from trainer.logs import get_logger, log_once
 
@@ -73,7 +74,7 @@ class JsonOptions:
     """Key of the one object in a file under which the list of objects is; None: JSON lines or one array."""
 
 
-def _not_decodable(file: Path, place: str, encoding: str, error: UnicodeDecodeError) -> DataError:
+def _not_decodable(file: SourcePath, place: str, encoding: str, error: UnicodeDecodeError) -> DataError:
     return DataError(
         file,
         f"{place} is not valid {encoding.removesuffix('-sig')}",
@@ -82,7 +83,7 @@ def _not_decodable(file: Path, place: str, encoding: str, error: UnicodeDecodeEr
     )
 
 
-def json_batches(file: Path, options: JsonOptions) -> Iterator[LineBatch | RecordBatch]:
+def json_batches(file: SourcePath, options: JsonOptions) -> Iterator[LineBatch | RecordBatch]:
     """Batches of a JSON file: one object per line, one array of objects, or the list under `options.field`.
 
     Lines are only cut here, and parsed by whoever asks for the records. Blank lines are dropped, a byte order
@@ -92,7 +93,7 @@ def json_batches(file: Path, options: JsonOptions) -> Iterator[LineBatch | Recor
         DataError: names the file, line (or entry) and what is wrong there.
     """
     try:
-        with _OPENERS.get(file.suffix, open)(file, "rb") as stream:
+        with file.open("rb") as raw, _OPENERS.get(file.suffix, contextlib.nullcontext)(raw) as stream:
             if options.field is not None:
                 yield _list_of_records(file, _list_under(file, stream, options))
                 return
@@ -116,7 +117,7 @@ def json_batches(file: Path, options: JsonOptions) -> Iterator[LineBatch | Recor
 class LineBatch:
     """Whole lines of a JSON file, not parsed yet."""
 
-    file: Path
+    file: SourcePath
     first_line: int
     """Counted from 1."""
     content: bytes
@@ -179,7 +180,7 @@ class TokenBatch:
             yield f"{self.where}: document {number}", {"input_ids": ids}
 
 
-def _list_of_records(file: Path, records: Any, before: str = "") -> RecordBatch:
+def _list_of_records(file: SourcePath, records: Any, before: str = "") -> RecordBatch:
     if not isinstance(records, list):
         raise DataError(file, "does not hold a list of objects", found=_kind(records))
     places = ((f"{before}entry {index}", record) for index, record in enumerate(records, 1))
@@ -187,7 +188,7 @@ def _list_of_records(file: Path, records: Any, before: str = "") -> RecordBatch:
     return RecordBatch(entries, file.stat().st_size)
 
 
-def _object(file: Path, place: str, record: object) -> dict[str, Any]:
+def _object(file: SourcePath, place: str, record: object) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise DataError(file, f"{place} is {_kind(record)}", rule='an object such as {"text": "..."}')
     return record
@@ -201,7 +202,7 @@ def _is_json(content: bytes) -> bool:
     return True
 
 
-def _decode(file: Path, place: str, content: bytes, encoding: str) -> str:
+def _decode(file: SourcePath, place: str, content: bytes, encoding: str) -> str:
     try:
         return content.decode(encoding)
     except UnicodeDecodeError as error:
@@ -210,7 +211,7 @@ def _decode(file: Path, place: str, content: bytes, encoding: str) -> str:
         raise DataError("data.source_dataset_params.encoding", "is unknown", found=encoding) from None
 
 
-def _parse(file: Path, place: str, content: str, *, cut_off: bool) -> Any:
+def _parse(file: SourcePath, place: str, content: str, *, cut_off: bool) -> Any:
     shown = content if len(content) <= 60 else content[:57] + "..."
     try:
         return json.loads(content)
@@ -225,7 +226,7 @@ def _parse(file: Path, place: str, content: str, *, cut_off: bool) -> Any:
         ) from None
 
 
-def _list_under(file: Path, stream: IO[bytes], options: JsonOptions) -> Any:
+def _list_under(file: SourcePath, stream: IO[bytes], options: JsonOptions) -> Any:
     content = _decode(file, "the file", stream.read().removeprefix(codecs.BOM_UTF8), options.encoding)
     whole = _parse(file, "the file", content, cut_off=False)
     if not isinstance(whole, dict) or options.field not in whole:
@@ -238,9 +239,9 @@ def _kind(value: object) -> str:
     return _JSON_KINDS.get(type(value), "a text")
 
 
-def text_batches(files: Sequence[Path], options: TextOptions) -> Iterator[TextBatch]:
+def text_batches(files: Sequence[SourcePath], options: TextOptions) -> Iterator[TextBatch]:
     """Text files, small ones together."""
-    group: list[Path] = []
+    group: list[SourcePath] = []
     size = 0
     for file in files:
         size += file.stat().st_size
@@ -271,7 +272,7 @@ class TextOptions:
 class TextBatch:
     """Whole text files, not read yet."""
 
-    files: tuple[Path, ...]
+    files: tuple[SourcePath, ...]
     options: TextOptions
     num_bytes: int
 
@@ -301,7 +302,7 @@ def _parts_of(text: str, sample_by: str) -> Iterator[str]:
         yield text[start:]
 
 
-def _read_text(file: Path, options: TextOptions) -> str:
+def _read_text(file: SourcePath, options: TextOptions) -> str:
     try:
         content = file.read_bytes()
         text = content.decode(options.encoding, options.encoding_errors or "strict")
@@ -311,7 +312,7 @@ def _read_text(file: Path, options: TextOptions) -> str:
     except LookupError:
         raise DataError("data.source_dataset_params.encoding", "is unknown", found=options.encoding) from None
     except OSError as error:
-        raise DataError(file, f"cannot be read ({error.strerror})") from error
+        raise DataError(file, f"cannot be read ({error.strerror or error})") from error
     if "\r" in text:
         log_once(logger, "source: carriage returns are read as newlines (first in %s)", file)
         text = text.replace("\r\n", "\n").replace("\r", "\n")

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainer.data.binidx import BinIdx, binidx_prefix
+from trainer.data.remote_files import RemoteFile, SourcePath, expand_remote, is_remote
 from trainer.data.source_files import JsonOptions, SourceBatch, TextOptions, TokenBatch, json_batches, text_batches
 from trainer.data.store import saved_files
 from trainer.data.table_files import arrow_batches, csv_batches, pandas_batches, parquet_batches, table_batches
 from trainer.errors import ConfigError, DataError
-from trainer.logs import get_logger
+from trainer.logs import get_logger, mask_secrets
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -65,10 +66,10 @@ class Source:
 
     kind: str
     """text, json, csv, parquet, arrow, pandas, saved (a folder of datasets' save_to_disk) or hub."""
-    files: tuple[Path, ...]
+    files: tuple[SourcePath, ...]
     """Every file whose content matters, in reading order."""
     root: Path
-    """Folder of a saved data set, else the nearest folder that holds all files."""
+    """Folder of a saved data set, else the nearest folder that holds all local files."""
     hub_name: str | None = None
     """Name of a data set of the Hugging Face Hub."""
     split: str = "train"
@@ -91,7 +92,7 @@ class Source:
         return sum(file.stat().st_size for file in self.files)
 
 
-def _is_packed(file: Path) -> bool:
+def _is_packed(file: SourcePath) -> bool:
     return file.suffix in (".gz", ".bz2", ".xz")
 
 
@@ -113,6 +114,10 @@ def find_flat(data: DataConfig) -> Path | None:
     name = data.data_path if as_it_is else data.source
     if name is None or name in _BUILDERS:
         return None
+    if is_remote(name):
+        if name.endswith(_FLAT_SUFFIXES):
+            raise ConfigError("data.source", "is mapped into memory", found=name, rule="a local file", fix="copy it")
+        return None
     path = Path(name).expanduser()
     if path.suffix in _FLAT_SUFFIXES:
         return binidx_prefix(path)
@@ -129,9 +134,12 @@ def find_source(data: DataConfig) -> Source:
     """
     assert data.source is not None
     params = dict(data.source_dataset_params or {})
+    options = params.pop("storage_options", None) or data.data_path_storage_options or {}
     kind = _ALIASES.get(data.source, data.source)
     if kind in _BUILDERS:
-        return _source(data, kind, _builder_files(data, kind, params), params)
+        return _source(data, kind, _builder_files(data, kind, params, options), params)
+    if is_remote(data.source):
+        return _remote_source(data, params, options)
     path = Path(data.source).expanduser()
     if path.is_dir():
         return _folder(data, path, params)
@@ -154,26 +162,41 @@ def find_source(data: DataConfig) -> Source:
     )
 
 
-def _source(data: DataConfig, kind: str, files: list[Path], params: dict[str, Any]) -> Source:
+def _remote_source(data: DataConfig, params: dict[str, Any], options: dict[str, Any]) -> Source:
+    """A URL as `data.source`: a file, a pattern, or a folder of files of one kind."""
+    assert data.source is not None
+    found = _match_remote(data.source, options)
+    if data.source.endswith(sum(_SUFFIXES.values(), ())):
+        return _source(data, _kind_of(found[0]), found, params)
+    by_kind = {kind: [file for file in found if file.name.endswith(_SUFFIXES[kind])] for kind in _BUILDERS}
+    kinds = [kind for kind, files in by_kind.items() if files]
+    if len(kinds) != 1:
+        counts = ", ".join(f"{len(by_kind[kind])} {kind} files" for kind in kinds) or "none"
+        raise _no_one_kind(str(RemoteFile(data.source)), counts)
+    return _source(data, kinds[0], by_kind[kinds[0]], params)
+
+
+def _source(data: DataConfig, kind: str, files: Sequence[SourcePath], params: dict[str, Any]) -> Source:
     unknown = sorted(set(params) - _PARAMS[kind])
     if unknown:
         allowed = ", ".join(sorted(_PARAMS[kind] | {"data_files"}))
         raise ConfigError(
             f"data.source_dataset_params.{unknown[0]}", f"has no meaning for {kind} sources", rule=f"one of {allowed}"
         )
-    for file in files:
+    local = [file for file in files if isinstance(file, Path)]
+    for file in local:
         if not file.is_file():
             raise DataError(file, "does not exist", fix="check data.source, source_data_dir and data_files")
     return Source(
         kind=kind,
         files=tuple(files),
-        root=Path(os.path.commonpath([file.resolve().parent for file in files])),
+        root=Path(os.path.commonpath([file.resolve().parent for file in local])) if local else Path(),
         split=data.source_dataset_split,
         params=params,
     )
 
 
-def _kind_of(path: Path) -> str:
+def _kind_of(path: SourcePath) -> str:
     for kind, suffixes in _SUFFIXES.items():
         if path.name.endswith(suffixes):
             return kind
@@ -197,11 +220,15 @@ def _folder(data: DataConfig, path: Path, params: dict[str, Any]) -> Source:
     kinds = [kind for kind, count in counts.items() if count]
     if len(kinds) != 1:
         found = ", ".join(f"{counts[kind]} {kind} files" for kind in kinds) or "none"
-        raise ConfigError(
-            "data.source", f"{path} does not hold files of one known kind", found=found,
-            fix=f"set data.source to {_KINDS}, and source_data_dir to the folder",
-        )  # fmt: skip
+        raise _no_one_kind(str(path), found)
     return _source(data, kinds[0], _files_below(path, kinds[0], data.data_path), params)
+
+
+def _no_one_kind(folder: str, found: str) -> ConfigError:
+    return ConfigError(
+        "data.source", f"{folder} does not hold files of one known kind", found=found,
+        fix=f"set data.source to {_KINDS}, and source_data_dir to the folder",
+    )  # fmt: skip
 
 
 def _files_below(folder: Path, kind: str, data_path: str | None) -> list[Path]:
@@ -215,7 +242,9 @@ def _is_inside(path: Path, folder: str | None) -> bool:
     return folder is not None and Path(folder).resolve() in path.resolve().parents
 
 
-def _builder_files(data: DataConfig, kind: str, params: dict[str, Any]) -> list[Path]:
+def _builder_files(
+    data: DataConfig, kind: str, params: dict[str, Any], options: dict[str, Any]
+) -> Sequence[SourcePath]:
     """Files of `source: text|json|parquet`: data_files, else everything of that kind in source_data_dir."""
     root = Path(data.source_data_dir or ".").expanduser()
     patterns = params.pop("data_files", None)
@@ -232,16 +261,33 @@ def _builder_files(data: DataConfig, kind: str, params: dict[str, Any]) -> list[
                 "data.source_data_dir", f"is not set, and source: {kind} says only what kind of files to read",
                 fix="set it to the folder or file, or set source_dataset_params: {data_files: ...}",
             )  # fmt: skip
-        files = _files_below(root, kind, data.data_path) if root.is_dir() else [root]
+        files: list[SourcePath]
+        if is_remote(data.source_data_dir):
+            found = expand_remote(data.source_data_dir, options)
+            files = [file for file in found if len(found) == 1 or file.name.endswith(_SUFFIXES[kind])]
+        else:
+            files = [*_files_below(root, kind, data.data_path)] if root.is_dir() else [root]
         if not files:
-            raise DataError(root, f"holds no {kind} files", rule=f"files ending in {', '.join(_SUFFIXES[kind])}")
+            shown = mask_secrets(data.source_data_dir)
+            raise DataError(shown, f"holds no {kind} files", rule=f"files ending in {', '.join(_SUFFIXES[kind])}")
         return files
     patterns = [patterns] if isinstance(patterns, str) else patterns
-    files = [file for pattern in patterns for file in _match(root, str(pattern), data.data_path)]
-    return list(dict.fromkeys(files))
+    base = data.source_data_dir if is_remote(data.source_data_dir) else None
+    files = []
+    for pattern in map(str, patterns):
+        url = pattern if is_remote(pattern) or base is None else f"{base.rstrip('/')}/{pattern}"
+        files += _match_remote(url, options) if is_remote(url) else _match(root, pattern, data.data_path)
+    return list({str(file): file for file in files}.values())
 
 
-def _match(root: Path, pattern: str, data_path: str | None) -> list[Path]:
+def _match_remote(url: str, options: dict[str, Any]) -> list[SourcePath]:
+    found = expand_remote(url, options)
+    if not found:
+        raise DataError(RemoteFile(url), "no such file or folder, and no file matches it", fix="check the name")
+    return [*found]
+
+
+def _match(root: Path, pattern: str, data_path: str | None) -> list[SourcePath]:
     path = root / Path(pattern).expanduser()
     if path.exists() or not glob.has_magic(pattern):
         return [path]
@@ -249,7 +295,7 @@ def _match(root: Path, pattern: str, data_path: str | None) -> list[Path]:
     found = sorted(name for name in names if name.is_file() and not _is_inside(name, data_path))
     if not found:
         raise DataError(path, "no file matches this pattern", fix="check source_data_dir and data_files")
-    return found
+    return [*found]
 
 
 def binidx_source(prefix: Path) -> Source:
@@ -261,7 +307,7 @@ def binidx_source(prefix: Path) -> Source:
 
 
 def _binidx_batches(source: Source) -> Iterator[TokenBatch]:
-    store = BinIdx(source.files[0])
+    store = BinIdx(str(source.files[0]))
     start = 0
     for stop in np.append(
         np.flatnonzero(np.diff(np.cumsum(store.sizes) // _BATCH_TOKENS)) + 1, len(store.sizes)
@@ -311,7 +357,7 @@ def read_batches(source: Source, columns: Sequence[str] | None) -> Iterator[Sour
                 logger.warning("%s holds no documents", file)
 
 
-_READERS: dict[str, Callable[[Path, Sequence[str] | None, dict[str, Any]], Iterator[SourceBatch]]] = {
+_READERS: dict[str, Callable[[SourcePath, Sequence[str] | None, dict[str, Any]], Iterator[SourceBatch]]] = {
     "json": lambda file, _, params: json_batches(file, JsonOptions(**params)),
     "csv": lambda file, _, params: csv_batches(file, params),
     "parquet": parquet_batches,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from trainer.data.remote_files import SourcePath
 from trainer.errors import DataError
 from trainer.logs import get_logger, log_once
 
@@ -305,7 +306,7 @@ def saved_files(folder: Path) -> list[Path]:
     return files
 
 
-def read_arrow_batches(file: Path) -> Iterator[pa.RecordBatch]:
+def read_arrow_batches(file: SourcePath) -> Iterator[pa.RecordBatch]:
     """Record batches of an Arrow file in the stream or the file format, memory-mapped and fully checked.
 
     `datasets` itself reads a damaged stream up to the damage and says nothing; here a stream that ends
@@ -320,8 +321,10 @@ def read_arrow_batches(file: Path) -> Iterator[pa.RecordBatch]:
         raise DataError(file, "is empty", found="0 bytes", rule="an Arrow stream")
     rows = 0
     try:
-        source = pa.memory_map(str(file))
-        if source.read_at(len(_FILE_MAGIC), 0) == _FILE_MAGIC:
+        source = pa.memory_map(str(file)) if isinstance(file, Path) else pa.PythonFile(file.open(), mode="r")
+        is_indexed = source.read_at(len(_FILE_MAGIC), 0) == _FILE_MAGIC
+        source.seek(0)
+        if is_indexed:
             indexed = pa.ipc.open_file(source)
             for number in range(indexed.num_record_batches):
                 batch = indexed.get_batch(number)
@@ -335,6 +338,7 @@ def read_arrow_batches(file: Path) -> Iterator[pa.RecordBatch]:
             rows += batch.num_rows
             yield batch
         read, size = source.tell(), source.size()
+        # Of a remote file this moves the place of reading.
         ends = source.read_at(len(_END_OF_STREAM), max(0, size - len(_END_OF_STREAM))) == _END_OF_STREAM
     except (pa.ArrowException, OSError) as error:
         raise DataError(file, f"is damaged after {rows} rows ({error})", fix="make or copy the file anew") from error

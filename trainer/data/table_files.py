@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.data.remote_files import SourcePath
 from trainer.data.source_files import RecordBatch
 from trainer.data.store import read_arrow_batches
 from trainer.errors import DataError
@@ -82,7 +83,7 @@ def table_batches(where: str, batches: Iterator[pa.RecordBatch], columns: Sequen
         row += batch.num_rows
 
 
-def parquet_batches(file: Path, columns: Sequence[str] | None, params: dict[str, Any]) -> Iterator[TableBatch]:
+def parquet_batches(file: SourcePath, columns: Sequence[str] | None, params: dict[str, Any]) -> Iterator[TableBatch]:
     """Rows of a parquet file.
 
     Raises:
@@ -97,10 +98,14 @@ def parquet_batches(file: Path, columns: Sequence[str] | None, params: dict[str,
     rows = 0
     try:
         if params.get("filters"):
-            table = pq.read_table(str(file), filters=params["filters"], page_checksum_verification=True)
+            table = pq.read_table(
+                str(file) if isinstance(file, Path) else file.open(),
+                filters=params["filters"],
+                page_checksum_verification=True,
+            )
             yield from table_batches(str(file), iter(table.to_batches(_BATCH_ROWS)), columns)
             return
-        with pq.ParquetFile(file, page_checksum_verification=True) as reader:
+        with pq.ParquetFile(file if isinstance(file, Path) else file.open(), page_checksum_verification=True) as reader:
             names = reader.schema_arrow.names
             wanted = [name for name in names if columns is None or name in columns] or names
             batches = reader.iter_batches(batch_size=params.get("batch_size") or _BATCH_ROWS, columns=wanted)
@@ -117,7 +122,7 @@ def parquet_batches(file: Path, columns: Sequence[str] | None, params: dict[str,
         raise DataError(file, "is damaged", found=f"{rows} rows", rule=f"{expected} rows, as its footer says")
 
 
-def arrow_batches(file: Path, columns: Sequence[str] | None) -> Iterator[TableBatch]:
+def arrow_batches(file: SourcePath, columns: Sequence[str] | None) -> Iterator[TableBatch]:
     """Rows of an Arrow file, in the stream format or the file format.
 
     Raises:
@@ -130,7 +135,7 @@ def arrow_batches(file: Path, columns: Sequence[str] | None) -> Iterator[TableBa
             yield TableBatch(batch.where, batch.first_row + start, rows, rows.nbytes)
 
 
-def csv_batches(file: Path, params: dict[str, Any]) -> Iterator[RecordBatch]:
+def csv_batches(file: SourcePath, params: dict[str, Any]) -> Iterator[RecordBatch]:
     """Rows of a csv file with a header line.
 
     Args:
@@ -176,6 +181,8 @@ def csv_batches(file: Path, params: dict[str, Any]) -> Iterator[RecordBatch]:
             raise DataError(file, f"line {line + 1} is no valid csv ({error})") from error
         except LookupError:
             raise DataError("data.source_dataset_params.encoding", "is unknown", found=encoding) from None
+        except OSError as error:
+            raise DataError(file, f"cannot be read after line {line} ({error.strerror or error})") from error
     if entries:
         yield RecordBatch(entries, size)
 
@@ -190,7 +197,7 @@ class _FrameUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def pandas_batches(file: Path) -> Iterator[RecordBatch]:
+def pandas_batches(file: SourcePath) -> Iterator[RecordBatch]:
     """Rows of a pickled pandas DataFrame.
 
     Raises:
