@@ -2,8 +2,10 @@
 
     python benchmarks/memory.py [--lengths 65536 1000000] [--windows 1 full] [--layers 12 --width 768 --ctx 4096]
 
-Each row is a process of its own: `lightning_trainer.py fit` for two optimizer steps of one random document each,
-batch 1. Memory is PyTorch's peak of allocated GPU memory (on a CPU: peak resident memory).
+Each row is a process of its own: `lightning_trainer.py fit` for --steps optimizer steps of one random document each,
+batch 1. Memory is PyTorch's peak of allocated GPU memory (on a CPU: peak resident memory). The window `rows` trains as
+many tokens per step as independent documents of ctx tokens, one by one: what carrying the state costs. Speed is that
+of the last step.
 """
 
 from __future__ import annotations
@@ -27,19 +29,20 @@ from trainer.train.callbacks import read_metrics  # noqa: E402
 
 
 def run(length: int, window: str, args: argparse.Namespace, folder: Path) -> tuple[float, float, float]:
-    """(peak GiB, tokens/s of the second step, loss) of one row."""
-    prefix = folder / f"doc{length}"
+    """(peak GiB, tokens/s of the last step, loss) of one row."""
+    per_step, size = (length // args.ctx, args.ctx) if window == "rows" else (1, length)
+    prefix = folder / f"doc{size}x{per_step}"
     if not prefix.with_suffix(".idx").exists():
-        tokens = np.random.default_rng(0).integers(1, args.vocab, 2 * (length + 1))
+        generator = np.random.default_rng(0)
         with BinIdxWriter(prefix, np.uint16) as writer:
-            writer.add_document(tokens[: length + 1])
-            writer.add_document(tokens[length + 1 :])
+            for _ in range(args.steps * per_step):
+                writer.add_document(generator.integers(1, args.vocab, size + 1))
     directory = folder / f"run-{length}-{window}"
     config = {
-        "trainer": {"accelerator": args.accelerator, "devices": 1, "max_steps": 2, "precision": args.precision},
+        "trainer": {"accelerator": args.accelerator, "devices": 1, "max_steps": args.steps, "precision": args.precision, "target_batch_size": per_step},
         "model": {
             "n_layer": args.layers, "n_embd": args.width, "vocab_size": args.vocab, "ctx_len": args.ctx, "compile": args.compile,
-            "bptt_window": window if window == "full" else int(window), "grad_cp": args.grad_cp, "bptt_host_memory_gib": 32.0,
+            "bptt_window": window if window == "full" else 1, "grad_cp": args.grad_cp, "bptt_host_memory_gib": 32.0,
         },
         "data": {"source": "binidx", "source_data_dir": str(prefix), "tokenizer": "byte", "test_split": 0},
         "checkpoint": {"dir": str(directory), "every_steps": 0},
@@ -49,7 +52,8 @@ def run(length: int, window: str, args: argparse.Namespace, folder: Path) -> tup
     subprocess.run([sys.executable, str(ROOT / "lightning_trainer.py"), "fit", "-c", str(path)], check=True)
     rows = read_metrics(directory / "metrics.jsonl")
     subprocess.run(["rm", "-rf", str(directory)], check=True)
-    return rows[-1]["memory_gib"], length / (rows[1]["time"] - rows[0]["time"]), rows[-1]["loss"]
+    seconds = rows[-1]["time"] - rows[-2]["time"]
+    return rows[-1]["memory_gib"], per_step * size / seconds, rows[-1]["loss"]
 
 
 def main() -> int:
@@ -57,6 +61,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[65536, 1_000_000])
     parser.add_argument("--windows", nargs="+", default=["1", "full"])
+    parser.add_argument("--steps", type=int, default=2, help="at least 2: the first one compiles")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--vocab", type=int, default=65536)

@@ -2,6 +2,7 @@
 
     python benchmarks/ops.py [--shapes 1,4096,32 8,4096,12] [--backends cuda cuda_sequential chunked] [--json out.json]
                              [--warps 1 2 4] [--pieces 1 4 8] [--workspace 48 96 192]
+    python benchmarks/ops.py --backends cuda fla_chunk16 fla_chunk64          (peers: benchmarks/peers.py)
 
 Times are GPU times by CUDA events, the median of repeated calls on inputs that rotate through more than 256 MB; the
 queue is held back before every timed call, so that gaps between launches do not count. Before it is timed, a backend
@@ -26,6 +27,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.peers import PEERS, installed
 from trainer.ops.wkv7 import cuda_chunked, wkv7
 
 HEAD_SIZE = 64
@@ -35,6 +37,7 @@ BARS_MS = {
 }  # fmt: skip
 ROTATE_BYTES = 256 << 20
 LARGEST_ERROR = 6e-3
+LARGEST_PEER_ERROR = 2e-2  # of y and the state; a peer's decay is rounded in another form
 FLOP = 172_200  # forward and backward per token and head, chunks of 16
 FORWARD_FLOP = 51_300
 FORWARD_BYTES, BOTH_BYTES = 14 * HEAD_SIZE, 40 * HEAD_SIZE  # inputs and outputs alone, bfloat16
@@ -59,22 +62,37 @@ def make_state(batch: int, heads: int, seed: int) -> Tensor:
     return 0.3 * torch.randn(batch, heads, HEAD_SIZE, HEAD_SIZE, generator=generator, device="cuda")
 
 
+def operator(backend: str, inputs: list[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
+    """The result y and the outgoing state, in the form of the backend."""
+    return PEERS[backend](inputs, state) if backend in PEERS else wkv7(*inputs, state, backend=backend)
+
+
+def fit_to(backend: str, inputs: list[Tensor]) -> list[Tensor]:
+    """The inputs as the backend takes them."""
+    if backend not in PEERS:
+        return inputs
+    r, w_raw, k, v, a, b = inputs
+    return [r, PEERS[backend].decay(w_raw), k, v, a, b]
+
+
 def call(backend: str, inputs: list[Tensor], state: Tensor, dy: Tensor, dstate: Tensor) -> list[Tensor]:
     """y, the outgoing state, and the gradients of the six inputs and the state."""
     leaves = [*inputs, state]
-    y, state_out = wkv7(*inputs, state, backend=backend)
+    y, state_out = operator(backend, inputs, state)
     return [y, state_out, *torch.autograd.grad([y, state_out], leaves, [dy, dstate.to(state_out.dtype)])]
 
 
 def largest_error(backend: str) -> float:
-    """The largest relative L2 error of any result against the token loop in float64."""
+    """The largest relative L2 error of any result (of a peer: of y) against the token loop in float64."""
     inputs, state, dstate = make_inputs(2, 200, 3, 1), make_state(2, 3, 2), make_state(2, 3, 3)
     dy = make_inputs(2, 200, 3, 4)[0]
     results = []
     for chosen, dtype in ((backend, torch.bfloat16), ("reference", torch.float64)):
-        leaves = [x.to(dtype).requires_grad_() for x in inputs]
-        first = state.to(torch.float64 if dtype == torch.float64 else torch.float32).requires_grad_()
-        results.append(call(chosen, leaves, first, dy.to(dtype), dstate))
+        leaves = [x.to(dtype).detach().requires_grad_() for x in fit_to(chosen, inputs)]
+        first = state.to(torch.float64 if dtype == torch.float64 else torch.float32)
+        first = (first.mT.contiguous() if chosen in PEERS else first).requires_grad_()
+        found = call(chosen, leaves, first, dy.to(dtype), dstate)
+        results.append(found[:1] if backend in PEERS else found)
     return max(((x.double() - ref).norm() / ref.norm()).item() for x, ref in zip(*results, strict=True))
 
 
@@ -102,12 +120,12 @@ def measure(backend: str, shape: tuple[int, int, int], repeats: int) -> dict:
     count = max(1, math.ceil(ROTATE_BYTES / (token_heads * HEAD_SIZE * 14)))
     sets = []
     for i in range(count):
-        inputs = [x.requires_grad_() for x in make_inputs(*shape, 100 + i)]
+        inputs = [x.detach().requires_grad_() for x in fit_to(backend, make_inputs(*shape, 100 + i))]
         state = make_state(batch, heads, 200 + i).requires_grad_()
         sets.append((inputs, state, make_inputs(*shape, 300 + i)[0], make_state(batch, heads, 400 + i)))
 
     def forward(i: int) -> tuple[Tensor, Tensor]:
-        return wkv7(*sets[i][0], sets[i][1], backend=backend)
+        return operator(backend, *sets[i][:2])
 
     def both(i: int) -> list[Tensor]:
         return call(backend, *sets[i])
@@ -184,7 +202,7 @@ def main() -> int:
     """Check and time every backend on every shape. The exit code is 1 if a backend is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", type=parse_shape, nargs="+", default=list(BARS_MS))
-    parser.add_argument("--backends", nargs="+", default=["cuda"])
+    parser.add_argument("--backends", nargs="+", default=["cuda", *(PEERS if installed() else [])])
     parser.add_argument(
         "--warps", type=int, nargs="+", help="time the scan with these warps per block instead of its own"
     )
@@ -204,8 +222,9 @@ def main() -> int:
     rows, wrong = [], False
     for backend in args.backends:
         worst = largest_error(backend)
-        if not worst <= LARGEST_ERROR:
-            print(f"{backend}: relative error {worst:.1e} > {LARGEST_ERROR:.0e}, not timed")
+        limit = LARGEST_PEER_ERROR if backend in PEERS else LARGEST_ERROR
+        if not worst <= limit:
+            print(f"{backend}: relative error {worst:.1e} > {limit:.0e}, not timed")
             wrong = True
             continue
         for setting in itertools.product(args.warps or [None], args.pieces or [None], args.workspace or [None]):
@@ -218,7 +237,7 @@ def main() -> int:
                 if args.json:
                     args.json.write_text(json.dumps({"device": torch.cuda.get_device_name(), "rows": rows}, indent=1))
     if args.kernels:
-        for backend in args.backends:
+        for backend in (x for x in args.backends if x not in PEERS):
             for shape in args.shapes:
                 print_kernels(backend, shape)
     return int(wrong)
