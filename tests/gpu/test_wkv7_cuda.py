@@ -24,7 +24,7 @@ except ImportError:  # the file is also a program, for machines with PyTorch alo
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from trainer.ops.wkv7 import cuda, cuda_chunked, cuda_sequential
+from trainer.ops.wkv7 import cuda, cuda_chunked, cuda_launch, cuda_nvrtc, cuda_sequential
 from trainer.ops.wkv7.cuda_launch import WINDOW, architectures, launch
 
 OUTPUTS = ("y", "state_out", "dr", "dw_raw", "dk", "dv", "da", "db", "dstate")
@@ -463,6 +463,23 @@ def check_stream_and_graph() -> Iterator[Row]:
         yield Row(f"{setup} graph replayed, differing", differing(found, expected), 0)
 
 
+def check_nvrtc() -> Iterator[Row]:
+    """Compiled by NVRTC and launched one after the other: the same bits."""
+    if cuda_nvrtc.find_nvrtc() is None:
+        yield Row("NVRTC was not found", 1, 0)
+        return
+    has_nvcc = cuda_launch.has_nvcc
+    for tokens in (40, 600):
+        case = draw(tokens, 3, 64, [("model", "many"), ("model", "none")])
+        expected = run(case, TENSOR_CORE)
+        try:
+            cuda_launch.has_nvcc = lambda: False
+            found = run(case, TENSOR_CORE)
+        finally:
+            cuda_launch.has_nvcc = has_nvcc
+        yield Row(f"{TENSOR_CORE} NVRTC, differing", differing(found, expected), 0)
+
+
 def check_huge_index() -> Iterator[Row]:
     """More than 2^31 elements: the last batch row equals that row alone."""
     batch, tokens, heads, size = 17, 32768, 64, 64
@@ -496,6 +513,7 @@ CHECKS: list[tuple[Callable[..., Iterator[Row]], tuple[int, ...]]] = [
     (check_guard_bands, ()),
     (check_misaligned, ()),
     (check_stream_and_graph, ()),
+    (check_nvrtc, ()),
     (check_huge_index, ()),
 ]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainer.ops.wkv7 import cuda_chunked, cuda_sequential
-from trainer.ops.wkv7.cuda_launch import DTYPES, OLDEST_ARCH
+from trainer.ops.wkv7 import cuda_chunked, cuda_nvrtc, cuda_sequential
+from trainer.ops.wkv7.cuda_launch import DTYPES, OLDEST_ARCH, has_nvcc
 
 __all__ = ["HEAD_SIZES", "KERNELS", "backward", "choose_kernel", "forward", "starts_dtype", "unavailable_reason"]
 
@@ -34,10 +34,11 @@ def unavailable_reason(r: Tensor) -> str | None:
         return f"dtype {r.dtype} is not compiled (there are float32 and bfloat16)"
     if _capability(r) < OLDEST_ARCH:
         return f"the GPU's compute capability {_capability(r) / 10} is below {OLDEST_ARCH / 10}"
-    from trainer.ops.wkv7 import build  # here, so that `python -m trainer.ops.wkv7.build` runs that module once
-
-    if build.find_nvcc() is None:
-        return "the compiler nvcc was not found"
+    if not has_nvcc():
+        if cuda_nvrtc.find_nvrtc() is None:
+            return "neither the compiler nvcc nor NVRTC with CUDA's headers was found"
+        if not _fits_tensor_cores(r):
+            return "the compiler nvcc was not found; without it there is bfloat16 with head size 64 only"
     return None
 
 
@@ -51,8 +52,12 @@ def choose_kernel(r: Tensor, wanted: str = "auto") -> str:
     assert wanted in KERNELS, wanted
     if wanted != "auto":
         return wanted
+    return "tensor_core" if _fits_tensor_cores(r) else "sequential"
+
+
+def _fits_tensor_cores(r: Tensor) -> bool:
     fits = r.dtype == torch.bfloat16 and r.shape[-1] == cuda_chunked.HEAD_SIZE
-    return "tensor_core" if fits and _capability(r) >= cuda_chunked.OLDEST_ARCH else "sequential"
+    return fits and _capability(r) >= cuda_chunked.OLDEST_ARCH
 
 
 def starts_dtype(r: Tensor, wanted: str = "auto") -> torch.dtype:

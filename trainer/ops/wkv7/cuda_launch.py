@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from trainer.errors import KernelError
+from trainer.ops.wkv7 import cuda_nvrtc
 
-__all__ = ["OLDEST_ARCH", "WINDOW", "ChunkedArgs", "SequentialArgs", "aligned", "architectures", "launch", "windows"]
+__all__ = [
+    "OLDEST_ARCH", "WINDOW", "ChunkedArgs", "SequentialArgs", "aligned", "architectures", "has_nvcc", "launch", "windows",
+]  # fmt: skip
 
 WINDOW = 16
 """Tokens between two states that the forward pass saves for the backward pass."""
@@ -81,6 +84,9 @@ def launch(function: str, r: Tensor, pointers: dict[str, Tensor | None], span: t
     for name, tensor in pointers.items():
         assert tensor is None or tensor.is_contiguous(), name
         setattr(args, name, None if tensor is None else tensor.data_ptr())
+    if not has_nvcc():
+        cuda_nvrtc.launch(r, args, reverse=function == "wkv7_chunked_backward")
+        return
     library = _library(architectures())
     stream = torch.cuda.current_stream(r.device).cuda_stream
     with torch.cuda.device(r.device):
@@ -92,6 +98,14 @@ def launch(function: str, r: Tensor, pointers: dict[str, Tensor | None], span: t
             found=f"B={batch} T={tokens} H={heads} N={size} {r.dtype}",
             fix="set model.kernel: chunked",
         )
+
+
+@functools.cache
+def has_nvcc() -> bool:
+    """Whether the kernels are compiled by nvcc; otherwise NVRTC compiles the tensor-core kernels."""
+    from trainer.ops.wkv7 import build  # here, so that `python -m trainer.ops.wkv7.build` runs that module once
+
+    return build.find_nvcc() is not None
 
 
 @functools.cache
