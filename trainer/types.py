@@ -32,5 +32,5 @@ class Batch(NamedTuple):
     """Tokens in each row, descending."""
     lane_ids: tuple[int, ...] | None = None
     """`stream` batching: the global number of the lane that each row continues. None: rows start anew."""
-    source_BT: Tensor | None = None
-    """int32, number of the source that each target comes from. None: there is but one."""
+    group_BT: Tensor | None = None
+    """int32, group of each target, see `trainer.data.positions`. None: losses by group are not wanted."""

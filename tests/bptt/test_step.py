@@ -14,7 +14,7 @@ from trainer.model.init import init_weights
 from trainer.model.naming import ModelShape
 from trainer.model.rwkv7 import RWKV7
 from trainer.model.state import ModelState, detach_state, state_tensors
-from trainer.ops.loss import linear_cross_entropy
+from trainer.ops.loss import GroupSums, linear_cross_entropy
 from trainer.types import Batch
 
 SHAPE = ModelShape.official(3, 32, 48, head_size=16)
@@ -35,12 +35,16 @@ class PlainEngine(EagerEngine):
         hidden, state = self.model(chunk.ids_BT, chunk.state, chunk.reset_BT)
         if not with_loss:
             return None, state
+        groups = None
+        if chunk.group_BT is not None and chunk.group_sums_2G is not None:
+            groups = GroupSums(chunk.group_BT.flatten(), chunk.group_sums_2G)
         loss = linear_cross_entropy(
             hidden.flatten(0, 1),
             self.model.head.weight,
             chunk.targets_BT.flatten(),
             chunk.weight_BT.flatten(),
             self.l2wrap,
+            groups=groups,
         )
         return loss, state
 
@@ -204,14 +208,34 @@ def test_masked_step_is_finite_and_zero(model):
     assert all(not g.any() for g in grads.values())
 
 
+def evaluated(model: RWKV7, batch: Batch, states: tuple = ()) -> tuple[Tensor, list[ModelState]]:
+    sums = torch.zeros(2, 3, dtype=torch.float64)
+    groups = torch.arange(batch.ids_BT.numel(), dtype=torch.int32).view(batch.ids_BT.shape) % 3
+    after = evaluate_step(
+        PlainEngine(model), [batch._replace(group_BT=groups)], options(ctx_len=32), device=torch.device("cpu"),
+        gather=lambda numbers: [numbers], group_sums_2G=sums, states=states,
+    )  # fmt: skip
+    return sums, after
+
+
 def test_evaluation_is_the_loss_of_training(model):
     batch = make_batch([90, 40])
     loss, _, _ = gradients(model, [batch], options())
-    total, weight = evaluate_step(
-        PlainEngine(model), [batch], options(ctx_len=32), device=torch.device("cpu"), gather=lambda numbers: [numbers]
-    )
-    assert weight == batch.weight_BT.sum()
-    assert total / weight == pytest.approx(loss, rel=1e-6)
+    (total, weight), _ = evaluated(model, batch)
+    assert weight.sum() == batch.weight_BT.sum()
+    assert float(total.sum() / weight.sum()) == pytest.approx(loss, rel=1e-6)
+
+
+def test_evaluation_goes_on_from_a_state(model):
+    batch = make_batch([96, 64])
+    whole, _ = evaluated(model, batch)
+    first = Batch(*(x[:, :64] for x in batch[:4]), (64, 64))
+    rest = Batch(*(x[:1, 64:] for x in batch[:4]), (32,))
+    begin, states = evaluated(model, first)
+    end, _ = evaluated(model, rest, tuple(states))
+    torch.testing.assert_close((begin + end).sum(1), whole.sum(1), rtol=1e-12, atol=0)
+    alone, _ = evaluated(model, rest)
+    assert abs(alone[0].sum() - end[0].sum()) > 1e-3
 
 
 def test_only_the_last_backward_ends_the_step(model):

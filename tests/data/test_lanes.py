@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from trainer.config.schema import DataConfig
 from trainer.data.lanes import LanePlan, Lanes, StepBatch, ValidationLanes
+from trainer.data.positions import NUM_BUCKETS, bucket_start, position_buckets
 from trainer.data.sampler import epoch_permutation
 from trainer.errors import CheckpointError, ConfigError, DataError
 
@@ -84,8 +85,8 @@ def assert_same_steps(left, right):
         assert a.position == b.position
         assert len(a.microbatches) == len(b.microbatches)
         for x, y in zip(a.microbatches, b.microbatches, strict=True):
-            assert x[4:] == y[4:]
-            for tensor, other in zip(x[:4], y[:4], strict=True):
+            assert (x.lengths, x.lane_ids) == (y.lengths, y.lane_ids)
+            for tensor, other in zip((*x[:4], x.group_BT), (*y[:4], y.group_BT), strict=True):
                 assert tensor.dtype == other.dtype
                 assert torch.equal(tensor, other)
 
@@ -472,17 +473,36 @@ def test_validation_visits_every_document_once_from_the_start_each_time():
     assert not hasattr(ranks[0], "state_dict")
 
 
+def plain_bucket(context):
+    bucket, end = 0, 16
+    while context >= end:
+        bucket, end = bucket + 1, 2 * end
+    return bucket
+
+
 @pytest.mark.parametrize("data", [{"batching": "stream"}, {"packing_enable": True}, {}])
-def test_targets_know_their_source(data):
-    sizes = [5, 40, 17, 2, 30, 9, 64, 3]
+@pytest.mark.parametrize("num_sources", [1, 3])
+def test_targets_know_their_source_and_position(data, num_sources):
+    sizes = [5, 40, 17, 2, 30, 9, 64, 300, 3]
     store = MemoryStore(sizes)
-    store.source_ids = np.arange(len(sizes), dtype=np.int32) % 3
-    source_of_token = np.repeat(store.source_ids, sizes)
+    if num_sources > 1:
+        store.source_ids = np.arange(len(sizes), dtype=np.int32) % num_sources
+    contexts = np.concatenate([np.arange(size) for size in sizes])
+    sources = np.repeat(np.arange(len(sizes)) % num_sources, sizes)
+    wanted = [source * NUM_BUCKETS + plain_bucket(context) for source, context in zip(sources, contexts, strict=True)]
     num = 0
     for step in make_lanes(store, **data):
         for batch in step.microbatches:
             is_token = batch.weight_BT > 0
-            found = batch.source_BT[is_token]
-            assert found.tolist() == source_of_token[batch.targets_BT[is_token]].tolist()
+            found = batch.group_BT[is_token]
+            assert found.tolist() == [wanted[target] for target in batch.targets_BT[is_token]]
             num += len(found)
     assert num >= sum(sizes) - len(sizes)
+
+
+def test_bucket_starts_are_where_buckets_change():
+    buckets = position_buckets(0, 70_000)
+    changes = np.flatnonzero(np.diff(buckets)) + 2
+    assert changes.tolist() == [bucket_start(bucket) for bucket in range(1, buckets[-1] + 1)]
+    assert buckets.tolist() == [plain_bucket(context) for context in range(1, 70_001)]
+    assert position_buckets(69_990, 10).tolist() == buckets[-10:].tolist()

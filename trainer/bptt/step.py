@@ -42,10 +42,10 @@ class ChunkInput:
     """Weights times world size over the step's total weight: the loss needs no further scaling."""
     reset_BT: Tensor | None
     state: ModelState
-    source_BT: Tensor | None = None
-    """int32, source of each target; None: losses by source are not wanted."""
-    source_sums_2S: Tensor | None = None
-    """Where they are summed, see `trainer.ops.loss.SourceSums`."""
+    group_BT: Tensor | None = None
+    """int32, group of each target; None: losses by group are not wanted."""
+    group_sums_2G: Tensor | None = None
+    """Where they are summed, see `trainer.ops.loss.GroupSums`."""
 
 
 class Engine(Protocol):
@@ -185,10 +185,10 @@ class _MicroRun:
         plan: MicroPlan,
         scale: float,
         device: torch.device,
-        source_sums_2S: Tensor | None,
+        group_sums_2G: Tensor | None,
     ) -> None:
         self.engine, self.batch, self.plan, self.scale, self.device = engine, batch, plan, scale, device
-        self.source_sums_2S = source_sums_2S
+        self.group_sums_2G = group_sums_2G
         self.losses: list[Tensor] = []
         self.labels: list[int] = []
 
@@ -202,15 +202,15 @@ class _MicroRun:
         reset = self.batch.reset_BT[part]
         # Rows that start anew have a zero state at token 0 already: no mask is needed for that reset.
         inner = reset[:, 1:] if chunk.start == 0 and self.batch.lane_ids is None else reset
-        source = None if self.source_sums_2S is None else self.batch.source_BT
+        group = None if self.group_sums_2G is None else self.batch.group_BT
         return ChunkInput(
             self.batch.ids_BT[part].to(self.device, non_blocking=True),
             self.batch.targets_BT[part].to(self.device, non_blocking=True),
             self.batch.weight_BT[part].to(self.device, non_blocking=True) * self.scale,
             reset.to(self.device, non_blocking=True) if bool(inner.any()) else None,
             state,
-            None if source is None else source[part].to(self.device, non_blocking=True),
-            None if source is None else self.source_sums_2S,
+            None if group is None else group[part].to(self.device, non_blocking=True),
+            None if group is None else self.group_sums_2G,
         )
 
     def _entering(self, chunk: Chunk, state: ModelState) -> ModelState:
@@ -222,12 +222,11 @@ class _MicroRun:
         _, after = self.engine.evaluate(self._input(chunk, self._entering(chunk, state)), with_loss=False)
         return after if chunk.rows else state
 
-    def evaluate(self, index: int, state: ModelState) -> tuple[Tensor, ModelState]:
-        """Loss of one chunk and the state after it."""
+    def evaluate(self, index: int, state: ModelState) -> ModelState:
+        """State after one chunk, whose losses are summed by group."""
         chunk = self.plan.chunks[index]
-        loss, after = self.engine.evaluate(self._input(chunk, self._entering(chunk, state)), with_loss=True)
-        assert loss is not None
-        return loss, after if chunk.rows else state
+        _, after = self.engine.evaluate(self._input(chunk, self._entering(chunk, state)), with_loss=True)
+        return after if chunk.rows else state
 
     def _train(
         self, index: int, state: ModelState, gradient: list[Tensor] | None, want_gradient: bool, is_last: bool
@@ -321,7 +320,7 @@ def run_step(
     device: torch.device,
     world_size: int,
     gather: Callable[[list[float]], list[list[float]]],
-    source_sums_2S: Tensor | None = None,
+    group_sums_2G: Tensor | None = None,
 ) -> StepResult:
     """Gradients of one optimizer step, added to those that the engine holds.
 
@@ -336,7 +335,7 @@ def run_step(
         device: where the model is.
         world_size: ranks; the engine averages gradients over them, so losses carry this factor, here only.
         gather: one exchange of a list of numbers between all ranks.
-        source_sums_2S: this rank's losses and weights by source are added here, both times world size over
+        group_sums_2G: this rank's losses and weights by group are added here, both times world size over
             `StepResult.total_weight`; no host waits for them.
     """
     batches = [_apply_learning_range(batch, options.ctx_len, options.learning_range) for batch in batches]
@@ -354,7 +353,7 @@ def run_step(
     result = StepResult(total_weight=plan.total_weight)
     for number, micro in enumerate(plan.micro):
         batch = batches[number] if number < len(batches) else None
-        run = _MicroRun(engine, batch, micro, scale, device, source_sums_2S)
+        run = _MicroRun(engine, batch, micro, scale, device, group_sums_2G)
         state = states[number] if number < len(states) else None
         if state is None:
             state = engine.zero_state(len(batch.lengths) if batch is not None and batch.lengths else 1)
@@ -373,28 +372,33 @@ def evaluate_step(
     *,
     device: torch.device,
     gather: Callable[[list[float]], list[list[float]]],
-    source_sums_2S: Tensor | None = None,
-) -> tuple[float, float]:
-    """Summed weighted loss of this rank's documents, and the sum of weights, without gradients.
+    group_sums_2G: Tensor,
+    states: Sequence[ModelState | None] = (),
+) -> list[ModelState]:
+    """Add this rank's losses and weights by group to `group_sums_2G`, without gradients; no host waits for them.
 
-    Ranks agree on the number of chunks as in `run_step`. Losses and weights by source are added to `source_sums_2S`.
+    Ranks agree on the number of chunks as in `run_step`.
+
+    Returns:
+        The state after each micro-batch, of the rows that are as long as the longest.
     """
     plan = StepPlan.agree(
         [batch.lengths for batch in batches],
-        float(sum(batch.weight_BT.sum(dtype=torch.float64) for batch in batches)),
+        0.0,
         ctx_len=options.ctx_len,
         window=1,
         learning_range=-1,
         num_micro=options.num_micro,
         gather=gather,
     )
-    losses = []
+    after = []
     for number, micro in enumerate(plan.micro):
         batch = batches[number] if number < len(batches) else None
-        run = _MicroRun(engine, batch, micro, 1.0, device, source_sums_2S)
-        state = engine.zero_state(len(batch.lengths) if batch is not None and batch.lengths else 1)
+        run = _MicroRun(engine, batch, micro, 1.0, device, group_sums_2G)
+        state = states[number] if number < len(states) else None
+        if state is None:
+            state = engine.zero_state(len(batch.lengths) if batch is not None and batch.lengths else 1)
         for index in range(len(micro.chunks)):
-            loss, state = run.evaluate(index, state)
-            losses.append(loss)
-    total = float(torch.stack(losses).sum(dtype=torch.float64)) if losses else 0.0
-    return total, float(sum(batch.weight_BT.sum(dtype=torch.float64) for batch in batches))
+            state = run.evaluate(index, state)
+        after.append(state)
+    return after

@@ -29,6 +29,7 @@ from trainer.data.orders import (
     WindowOrder,
 )
 from trainer.data.packing import PackPlan
+from trainer.data.positions import group_of, position_buckets
 from trainer.data.store import TokenStore
 from trainer.errors import CheckpointError, ConfigError
 from trainer.logs import get_logger, log_once
@@ -258,9 +259,9 @@ def _build_batch(store: TokenStore, micro: MicroRows) -> Batch:
     shape = (len(lengths), lengths[0])
     ids_BT, targets_BT = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     weight_BT, reset_BT = np.zeros(shape, np.float32), np.zeros(shape, np.bool_)
+    group_BT = np.zeros(shape, np.int32)
     for i, row in enumerate(micro.rows):
-        _fill_row(store, row, (ids_BT[i], targets_BT[i], weight_BT[i], reset_BT[i]))
-    source_BT = None if store.source_ids is None else _sources(store.source_ids, micro.rows, shape)
+        _fill_row(store, row, (ids_BT[i], targets_BT[i], weight_BT[i], reset_BT[i], group_BT[i]))
     return Batch(
         torch.from_numpy(ids_BT),
         torch.from_numpy(targets_BT),
@@ -268,30 +269,22 @@ def _build_batch(store: TokenStore, micro: MicroRows) -> Batch:
         torch.from_numpy(reset_BT),
         lengths,
         micro.lane_ids,
-        source_BT,
+        torch.from_numpy(group_BT),
     )
 
 
-def _sources(source_ids: NDArray[np.int32], rows: Sequence[Row], shape: tuple[int, int]) -> torch.Tensor | None:
-    """Source of each target, int32; None where documents play no role."""
-    if any(span.document is None for row in rows for span in row):
-        return None
-    source_BT = np.zeros(shape, np.int32)
-    for i, row in enumerate(rows):
-        found = np.repeat([source_ids[span.document] for span in row], [span.num_targets for span in row])
-        source_BT[i, : len(found)] = found
-    return torch.from_numpy(source_BT)
-
-
 def _fill_row(store: TokenStore, row: Row, arrays: Sequence[NDArray[Any]]) -> None:
-    ids_T, targets_T, weight_T, reset_T = arrays
+    ids_T, targets_T, weight_T, reset_T, group_T = arrays
     at = 0
     for document, start, num in row:
         stop, here = start + num + 1, slice(at, at + num)
         if document is None:
             tokens, mask = store.read_flat(start, stop), None
+            group_T[here] = position_buckets(0, num)
         else:
             tokens, mask = store.read(document, start, stop), store.loss_mask(document, start + 1, stop)
+            source = 0 if store.source_ids is None else int(store.source_ids[document])
+            group_T[here] = group_of(source, position_buckets(start, num))
         ids_T[here], targets_T[here] = tokens[:-1], tokens[1:]
         weight_T[here] = 1 if mask is None else mask
         reset_T[at] = document is None or start == 0
@@ -329,7 +322,7 @@ def _pin_memory(step: StepBatch) -> StepBatch:
             targets_BT=batch.targets_BT.pin_memory(),
             weight_BT=batch.weight_BT.pin_memory(),
             reset_BT=batch.reset_BT.pin_memory(),
-            source_BT=None if batch.source_BT is None else batch.source_BT.pin_memory(),
+            group_BT=None if batch.group_BT is None else batch.group_BT.pin_memory(),
         )
         for batch in step.microbatches
     )

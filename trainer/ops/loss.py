@@ -19,16 +19,16 @@ from torch import Tensor
 
 from trainer.ops.step_kernels import cross_entropy_rows, has_cross_entropy_kernel
 
-__all__ = ["SourceSums", "linear_cross_entropy", "linear_cross_entropy_reference"]
+__all__ = ["GroupSums", "linear_cross_entropy", "linear_cross_entropy_reference"]
 
 
-class SourceSums(NamedTuple):
-    """Losses by source, summed on the device that computes them, so that nobody waits for them."""
+class GroupSums(NamedTuple):
+    """Losses by group, summed on the device that computes them, so that nobody waits for them."""
 
-    source_R: Tensor
-    """int32 [R], source of each row."""
-    sums_2S: Tensor
-    """float [2, S] in the dtype of the loss: weighted losses and weights are added to it."""
+    group_R: Tensor
+    """int32 [R], group of each row."""
+    sums_2G: Tensor
+    """float64 [2, G]: weighted losses and weights are added to it."""
 
 
 def linear_cross_entropy_reference(
@@ -67,7 +67,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any,
         hidden_RC: Tensor, head_VC: Tensor, target_R: Tensor, weight_R: Tensor, l2wrap: float, slice_rows: int,
-        total_VC: Tensor | None, sources: SourceSums | None, with_gradient: bool,
+        total_VC: Tensor | None, groups: GroupSums | None, with_gradient: bool,
     ) -> Tensor:  # fmt: skip
         wide = torch.float64 if hidden_RC.dtype == torch.float64 else torch.float32
         weight_R = weight_R.to(wide)
@@ -83,14 +83,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits = F.linear(hidden, head_VC)
             losses_R, d_logits = _slice_loss(logits, target_R[rows], weight_R[rows], l2wrap, need_hidden or need_head)
             loss += losses_R.sum()
-            if sources is not None:
-                sources.sums_2S[0].index_add_(0, sources.source_R[rows], losses_R)
+            if groups is not None:
+                groups.sums_2G[0].index_add_(0, groups.group_R[rows], losses_R.double())
             if d_hidden is not None:
                 torch.mm(d_logits, head_VC, out=d_hidden[rows])
             if d_head is not None:
                 _add_outer(d_head, d_logits, hidden)
-        if sources is not None:
-            sources.sums_2S[1].index_add_(0, sources.source_R, weight_R)
+        if groups is not None:
+            groups.sums_2G[1].index_add_(0, groups.group_R, weight_R.double())
         returned = d_head is not None and d_head is not total_VC
         ctx.save_for_backward(d_hidden, d_head.to(head_VC.dtype) if returned and d_head is not None else None)
         return loss
@@ -124,7 +124,7 @@ def linear_cross_entropy(
     l2wrap: float = 1e-4,
     slice_rows: int = 4096,
     head_total_VC: Tensor | None = None,
-    sources: SourceSums | None = None,
+    groups: GroupSums | None = None,
 ) -> Tensor:
     """Weighted sum of cross-entropies of `hidden @ head^T`, with L2Wrap in the gradient only.
 
@@ -137,11 +137,11 @@ def linear_cross_entropy(
         slice_rows: rows of logits that exist at one time.
         head_total_VC: if given, the gradient of `head_VC` is added to it here, in its dtype, instead of in the
             backward pass. Only for a loss whose backward follows with an upstream gradient of 1.
-        sources: where losses and weights are summed by source, besides the loss itself.
+        groups: where losses and weights are summed by group, besides the loss itself.
 
     Returns:
         float32 scalar (float64 for float64 inputs), differentiable in `hidden_RC` and `head_VC`.
     """
     return _LinearCrossEntropy.apply(  # type: ignore[no-any-return, no-untyped-call]
-        hidden_RC, head_VC, target_R, weight_R, l2wrap, slice_rows, head_total_VC, sources, torch.is_grad_enabled()
+        hidden_RC, head_VC, target_R, weight_R, l2wrap, slice_rows, head_total_VC, groups, torch.is_grad_enabled()
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import resource
 import sys
 import time
@@ -87,8 +88,8 @@ class MetricsFile(Callback):
         if trainer.state.fn == "fit" and not trainer.sanity_checking and not pl_module.agreed_signal:
             found = {name: float(value) for name, value in trainer.callback_metrics.items()}
             row = {"step": trainer.global_step, "validation_loss": found["validation/loss"]}
-            by_source = {name: value for name, value in found.items() if name.startswith("validation/loss/")}
-            self._append(trainer, row | by_source)
+            groups = {name: value for name, value in found.items() if re.match("validation/loss(_at)?/", name)}
+            self._append(trainer, row | groups)
 
     def on_save_checkpoint(self, *_: Any) -> None:
         """A checkpoint must not outlive the lines before it, even if the power fails."""
@@ -174,9 +175,7 @@ class RunProgress(ProgressBar):
         left = _clock((1 - share) / rate) if rate > 0 else "?"
         metrics = pl_module.last_metrics
         pl_module.log("perf/tokens_per_s", speed, rank_zero_only=True)
-        sources = "".join(
-            f"{name.removeprefix('train/')}={value:.4f} " for name, value in pl_module.train_sources.latest.items()
-        )
+        sources = "".join(f"loss/{name}={value:.4f} " for name, value in pl_module.train_sources.items())
         text = f"loss={metrics['train/loss']:.4f} {sources}tokens/s={speed:,.0f} memory={_memory_gib(pl_module.device):.2f} GiB left={left}"
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=share, step=trainer.global_step, text=text)

@@ -17,6 +17,7 @@ from trainer.checkpoint.read import read_weights
 from trainer.config import RunConfig
 from trainer.data.lanes import StepBatch
 from trainer.errors import NonFiniteError
+from trainer.evaluate.losses import LossSums
 from trainer.logs import get_logger
 from trainer.model.init import init_weights
 from trainer.model.naming import ModelShape, canonical_weights
@@ -26,7 +27,6 @@ from trainer.train.lane_states import LaneStates
 from trainer.train.local_engine import LocalEngine, chunk_loss
 from trainer.train.optim import MasterAdamW, clip_by_global_norm, parameter_groups
 from trainer.train.schedule import Position, Schedule
-from trainer.train.source_losses import SourceLosses
 from trainer.train.strategy import (
     DeepSpeedChunks,
     average_over_ranks,
@@ -67,9 +67,9 @@ class LitRWKV7(pl.LightningModule):
         """Number of the signal that asked this rank to stop; 0 = none."""
         self.agreed_signal = 0
         """The same, known to all ranks at the end of a step."""
-        self.train_sources = SourceLosses()
-        self._validation_sources = SourceLosses()
-        self._validation = [0.0, 0.0]
+        self.train_sources: dict[str, float] = {}
+        """Mean loss of each source of a mixture, as of the last log interval."""
+        self._sums: dict[str, LossSums] = {}
         self._initial: Mapping[str, Tensor] | None = None
         self._engine: Engine | None = None
 
@@ -121,14 +121,14 @@ class LitRWKV7(pl.LightningModule):
         reset_BT: Tensor | None,
         state: ModelState,
         with_loss: bool,
-        source_BT: Tensor | None = None,
-        source_sums_2S: Tensor | None = None,
+        group_BT: Tensor | None = None,
+        group_sums_2G: Tensor | None = None,
     ) -> tuple[Tensor | None, ModelState]:
         """Weighted loss of one chunk (None without `with_loss`) and the state after it.
 
         This is the call that DeepSpeed wraps: see `DeepSpeedChunks`.
         """
-        chunk = ChunkInput(ids_BT, targets_BT, weight_BT, reset_BT, state, source_BT, source_sums_2S)
+        chunk = ChunkInput(ids_BT, targets_BT, weight_BT, reset_BT, state, group_BT, group_sums_2G)
         return chunk_loss(self.model, chunk, self.run.model, with_loss=with_loss)
 
     # ---- training
@@ -188,7 +188,7 @@ class LitRWKV7(pl.LightningModule):
             device=self.device,
             world_size=self.trainer.world_size,
             gather=self.gather_numbers,
-            source_sums_2S=self.train_sources.sums(self),
+            group_sums_2G=self._loss_sums("train").step_2G,
         )
         loss, tokens, samples = self._reduce_losses(result, batch)
         if not torch.isfinite(torch.tensor(loss)):
@@ -196,7 +196,7 @@ class LitRWKV7(pl.LightningModule):
         norm = self._update(optimizer)
         for micro, state in zip(batch.microbatches, result.states, strict=False):
             self.lanes.keep(micro.lane_ids, state)
-        self.train_sources.end_step(result.total_weight / self.trainer.world_size)
+        self._loss_sums("train").end_step(result.total_weight / self.trainer.world_size)
         self._count(tokens, samples, batch.position)
         self._log_step(loss, norm, lr, result)
 
@@ -252,13 +252,21 @@ class LitRWKV7(pl.LightningModule):
             self.log(name, float(value), rank_zero_only=True)
         every = getattr(self.trainer, "log_every_n_steps", 0)
         if every and self.global_step % every == 0:
-            by_source = self.train_sources.means("train/loss/", self.gather_numbers)
-            self.log_dict(by_source, rank_zero_only=True)
-            self.last_metrics |= by_source
+            table = self._loss_sums("train").take(self.gather_numbers)
+            self.train_sources = table.by_source()
+            self.log_dict(table.metrics("train"), rank_zero_only=True)
+            self.last_metrics |= table.metrics("train")
         states = [state for state in result.states if state is not None]
         if every and self.global_step % every == 0 and states:
             for layer, entry in enumerate(states[-1]):
                 self.log(f"state/layer_{layer:02d}_wkv_norm", entry.wkv.norm(), rank_zero_only=True)
+
+    def _loss_sums(self, stage: str) -> LossSums:
+        """Losses by source and position of `train` or `validation`."""
+        if stage not in self._sums:
+            data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+            self._sums[stage] = LossSums(data.source_names, self.device)
+        return self._sums[stage]
 
     def gather_numbers(self, numbers: list[float]) -> list[list[float]]:
         """Every rank's list of numbers, in rank order; one collective."""
@@ -314,33 +322,28 @@ class LitRWKV7(pl.LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         """Start a new mean."""
-        self._validation = [0.0, 0.0]
-        self._validation_sources.reset()
+        self._loss_sums("validation").reset()
 
     def validation_step(self, batch: StepBatch, batch_idx: int) -> None:
         """Add one batch of whole documents to the mean loss per token; none after a signal to stop."""
         if self.agreed_signal:
             return
-        total, weight = evaluate_step(
+        evaluate_step(
             self.engine(),
             batch.microbatches,
             self.step_options(),
             device=self.device,
             gather=self.gather_numbers,
-            source_sums_2S=self._validation_sources.sums(self),
+            group_sums_2G=self._loss_sums("validation").step_2G,
         )
-        self._validation_sources.end_step(1.0)
-        self._validation[0] += total
-        self._validation[1] += weight
+        self._loss_sums("validation").end_step()
 
     def on_validation_epoch_end(self) -> None:
         """Log the mean over all ranks."""
-        ranks = self.gather_numbers(self._validation)
-        total, weight = (sum(column) for column in zip(*ranks, strict=True))
-        mean = total / weight if weight else float("nan")
-        self.log("validation/loss", mean, rank_zero_only=True, prog_bar=True)
-        self.log_dict(self._validation_sources.means("validation/loss/", self.gather_numbers), rank_zero_only=True)
-        self.log("validation/perplexity", float(torch.tensor(mean).exp()), rank_zero_only=True)
+        table = self._loss_sums("validation").take(self.gather_numbers)
+        self.log("validation/loss", table.loss, rank_zero_only=True, prog_bar=True)
+        self.log_dict(table.metrics("validation"), rank_zero_only=True)
+        self.log("validation/perplexity", float(torch.tensor(table.loss).exp()), rank_zero_only=True)
 
     # ---- checkpoints
 

@@ -17,7 +17,7 @@ from trainer.bptt.step import ChunkInput, EagerEngine
 from trainer.config import ModelConfig
 from trainer.model.rwkv7 import RWKV7
 from trainer.model.state import LayerState, ModelState, map_state, state_tensors
-from trainer.ops.loss import SourceSums, linear_cross_entropy
+from trainer.ops.loss import GroupSums, linear_cross_entropy
 
 __all__ = ["LocalEngine", "chunk_loss"]
 
@@ -34,9 +34,9 @@ def chunk_loss(
     hidden_BTC, state = model(chunk.ids_BT, chunk.state, chunk.reset_BT)
     if not with_loss:
         return None, state
-    sources = None
-    if chunk.source_BT is not None and chunk.source_sums_2S is not None:
-        sources = SourceSums(chunk.source_BT.flatten(), chunk.source_sums_2S)
+    groups = None
+    if chunk.group_BT is not None and chunk.group_sums_2G is not None:
+        groups = GroupSums(chunk.group_BT.flatten(), chunk.group_sums_2G)
     loss = linear_cross_entropy(
         hidden_BTC.flatten(0, 1),
         model.head.weight,
@@ -45,7 +45,7 @@ def chunk_loss(
         settings.l2wrap,
         settings.loss_chunk_rows,
         head_total,
-        sources,
+        groups,
     )
     return loss, state
 
@@ -61,8 +61,8 @@ class _Form:
     has_gradient: bool
     wants_gradient: bool
     with_loss: bool
-    source_sums: int
-    """Address of the tensor that the chunk adds losses by source to; 0 = none."""
+    group_sums: int
+    """Address of the tensor that the chunk adds losses by group to; 0 = none."""
 
 
 @dataclass
@@ -81,11 +81,11 @@ def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 def _input_tensors(chunk: ChunkInput) -> list[Tensor]:
     plain = [chunk.ids_BT, chunk.targets_BT, chunk.weight_BT, *state_tensors(chunk.state)]
-    return [*plain, *(optional for optional in (chunk.reset_BT, chunk.source_BT) if optional is not None)]
+    return [*plain, *(optional for optional in (chunk.reset_BT, chunk.group_BT) if optional is not None)]
 
 
 def _sums_address(chunk: ChunkInput) -> int:
-    return 0 if chunk.source_sums_2S is None else chunk.source_sums_2S.data_ptr()
+    return 0 if chunk.group_sums_2G is None else chunk.group_sums_2G.data_ptr()
 
 
 class LocalEngine(EagerEngine):
@@ -169,8 +169,8 @@ class LocalEngine(EagerEngine):
             chunk.weight_BT.clone(),
             None if chunk.reset_BT is None else chunk.reset_BT.clone(),
             map_state(torch.clone, chunk.state),
-            None if chunk.source_BT is None else chunk.source_BT.clone(),
-            chunk.source_sums_2S,
+            None if chunk.group_BT is None else chunk.group_BT.clone(),
+            chunk.group_sums_2G,
         )
         own_gradient = None if gradient is None else [g.clone() for g in gradient]
         graph = torch.cuda.CUDAGraph()

@@ -121,7 +121,7 @@ class DeepSpeedChunks(EagerEngine):
             self.wrapped.set_gradient_accumulation_boundary(is_last)
         loss, state = self.wrapped(
             chunk.ids_BT, chunk.targets_BT, chunk.weight_BT, chunk.reset_BT, chunk.state, with_loss,
-            chunk.source_BT, chunk.source_sums_2S,
+            chunk.group_BT, chunk.group_sums_2G,
         )  # fmt: skip
         return loss, state
 

@@ -1,4 +1,4 @@
-"""Losses by source of a mixture against their definition: each document alone through the whole model."""
+"""Losses by source and position against their definition: each document alone through the whole model."""
 
 import dataclasses
 import json
@@ -52,23 +52,41 @@ def run(tmp_path, weights):
     )
 
 
-def expected(store, path):
+def token_losses(store, path):
+    """Of each document: its source, and loss and weight of each target."""
     model_weights = read_weights(path)
     model = RWKV7(shape_from_weights(model_weights), "chunked")
     model.load_state_dict(model_weights)
-    sums = torch.zeros(2, len(NAMES))
     for document, size in enumerate(store.sizes.tolist()):
         ids = torch.from_numpy(store.read(document, 0, size).astype("int64"))
-        weight = torch.from_numpy(store.loss_mask(document, 1, size).copy())
+        mask = store.loss_mask(document, 1, size)
+        weight = torch.ones(size - 1) if mask is None else torch.from_numpy(mask.copy())
         with torch.no_grad():
             hidden, _ = model(ids[None, :-1])
-        loss = F.cross_entropy(F.linear(hidden[0], model.head.weight), ids[1:], reduction="none")
-        sums[:, store.source_ids[document]] += torch.stack([(weight * loss).sum(), weight.sum()])
+            loss = F.cross_entropy(model.head(hidden[0]), ids[1:], reduction="none")
+        yield 0 if store.source_ids is None else int(store.source_ids[document]), loss, weight
+
+
+def expected(store, path):
+    sums = torch.zeros(2, len(NAMES))
+    for source, loss, weight in token_losses(store, path):
+        sums[:, source] += torch.stack([(weight * loss).sum(), weight.sum()])
     means = (sums[0] / sums[1]).tolist()
     return {name: pytest.approx(mean, rel=1e-5) for name, mean in zip(NAMES, means, strict=True)}
 
 
-def by_source(row, prefix):
+def expected_at(store, path):
+    sums = {}
+    for _, loss, weight in token_losses(store, path):
+        for index in range(len(loss)):
+            context = index + 1
+            first = 1 if context < 16 else 2 ** (context.bit_length() - 1)
+            total, count = sums.get(first, (0.0, 0.0))
+            sums[first] = total + float(weight[index] * loss[index]), count + float(weight[index])
+    return {str(first): pytest.approx(total / count, rel=1e-5) for first, (total, count) in sums.items() if count}
+
+
+def by_group(row, prefix):
     return {name.removeprefix(prefix): value for name, value in row.items() if name.startswith(prefix)}
 
 
@@ -87,10 +105,12 @@ def test_losses_of_the_sources_of_a_mixture(run, packed, weights, caplog):
     assert re.search(rf"step={steps} loss=\d\.\d+ loss/first=\d\.\d+ loss/second=", caplog.text)
     rows = read_metrics(Path(run.checkpoint.dir) / METRICS_FILE)
     *earlier, last = [row for row in rows if "loss" in row]
-    assert not any(by_source(row, "loss/") for row in earlier)
-    assert by_source(last, "loss/") == expected(train, weights)
+    assert not any(by_group(row, "loss/") or by_group(row, "loss_at/") for row in earlier)
+    assert by_group(last, "loss/") == expected(train, weights)
+    assert by_group(last, "loss_at/") == expected_at(train, weights)
     (checked,) = [row for row in rows if "validation_loss" in row]
-    assert by_source(checked, "validation/loss/") == expected(validation, weights)
+    assert by_group(checked, "validation/loss/") == expected(validation, weights)
+    assert by_group(checked, "validation/loss_at/") == expected_at(validation, weights)
     with caplog.at_level("INFO", "trainer"):
         execute("validate", run, {"accelerator": "cpu", "enable_progress_bar": False})
     assert all(f"validation/loss/{name}=" in caplog.text for name in NAMES)
