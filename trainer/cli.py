@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
 
     Returns:
         The exit code: 0 done, 2 bad input or config, 3 nothing valid to resume, 4 storage, 5 non-finite
-        numbers, 6 distributed start, 130 interrupted.
+        numbers, 6 lost or hung processes, 16 a rerun that differs, 130 and 143 interrupted.
     """
     return run_script(lambda: _run_command(sys.argv[1:] if argv is None else argv))
 

@@ -12,6 +12,7 @@ __all__ = [
     "Interrupted",
     "KernelError",
     "NonFiniteError",
+    "RerunError",
     "ResumeError",
     "StorageError",
     "TrainerError",
@@ -92,15 +93,21 @@ class StorageError(TrainerError):
 
 
 class NonFiniteError(TrainerError):
-    """The loss or a gradient is NaN or infinite. The weights are those before the step."""
+    """The loss or a gradient is NaN or infinite, with the weights as before the step; or the loss has spiked."""
 
     exit_code = 5
 
 
 class DistributedError(TrainerError):
-    """The processes of a run could not start together or lost each other."""
+    """The processes of a run could not start together or lost each other, or a step does not end."""
 
     exit_code = 6
+
+
+class RerunError(TrainerError):
+    """A step that was computed twice has given two results. The weights are those before it."""
+
+    exit_code = 16
 
 
 class Interrupted(TrainerError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import ctypes
 import errno
 import itertools
@@ -23,7 +24,7 @@ from trainer.data import lanes
 from trainer.data.lanes import Lanes
 from trainer.data.module import LanesDataModule
 from trainer.model.rwkv7 import RWKV7
-from trainer.train import callbacks, checkpointing
+from trainer.train import callbacks, checkpointing, connection, lit_module, watchdog
 from trainer.train.lane_states import LaneStates
 from trainer.train.lit_module import LitRWKV7
 from trainer.train.optim import MasterAdamW
@@ -119,12 +120,15 @@ def deepspeed_on_cpu() -> None:
 # ---- numbers that are not finite
 
 
-def _in_bad_step(spoil: Callable[[LitRWKV7, Any], list[Any]]) -> None:
-    """Let `spoil` register hooks for step BAD_STEP, and say whether that step has changed the weights."""
-    step = LitRWKV7.training_step
+def _in_bad_step(spoil: Callable[[LitRWKV7, Any], list[Any]], times: float) -> None:
+    """Let `spoil` register hooks for step BAD_STEP, and say whether that step has changed the weights.
+
+    If it is left out the next one has the same number, and is spoilt too, up to `times`.
+    """
+    step, seen = LitRWKV7.training_step, itertools.count(1)
 
     def poisoned(self: LitRWKV7, batch: Any, batch_idx: int) -> None:
-        if self.global_step != BAD_STEP - 1:
+        if self.global_step != BAD_STEP - 1 or next(seen) > times:
             step(self, batch, batch_idx)
             return
         before = [parameter.detach().clone() for parameter in self.model.parameters()]
@@ -140,7 +144,7 @@ def _in_bad_step(spoil: Callable[[LitRWKV7, Any], list[Any]]) -> None:
     LitRWKV7.training_step = poisoned
 
 
-def nan_loss() -> None:
+def nan_loss(times: str = "inf") -> None:
     """The second block's output is NaN in chunk 1 of micro-batch 1, whenever that chunk is run."""
 
     def spoil(self: LitRWKV7, batch: Any) -> list[Any]:
@@ -154,17 +158,17 @@ def nan_loss() -> None:
             self.model.blocks[1].register_forward_hook(poison),
         ]
 
-    _in_bad_step(spoil)
+    _in_bad_step(spoil, float(times))
 
 
-def infinite_gradient() -> None:
+def infinite_gradient(times: str = "inf") -> None:
     """One gradient is infinite while the loss is finite."""
 
     def spoil(self: LitRWKV7, batch: Any) -> list[Any]:
         weight = dict(self.model.named_parameters())["blocks.1.att.key.weight"]
         return [weight.register_hook(lambda gradient: gradient * float("inf"))]
 
-    _in_bad_step(spoil)
+    _in_bad_step(spoil, float(times))
 
 
 def infinite_weight() -> None:
@@ -178,6 +182,84 @@ def infinite_weight() -> None:
         return result
 
     MasterAdamW.step = spoil
+
+
+def loss_jumps(first: str, last: str) -> None:
+    """Five times the loss in these steps."""
+    log = LitRWKV7._log_step
+
+    def scripted(self: LitRWKV7, loss: float, *rest: Any) -> None:
+        log(self, loss * 5 if int(first) <= self.global_step <= int(last) else loss, *rest)
+
+    LitRWKV7._log_step = scripted
+
+
+def flip_a_gradient_bit(occurrence: str) -> None:
+    """The lowest bit of one number flips when the gradients are computed for the k-th time."""
+    run_step, seen = lit_module.run_step, itertools.count(1)
+
+    def faulty(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        result = run_step(engine, *args, **kwargs)
+        if next(seen) == int(occurrence):
+            engine.model.head.weight.main_grad.view(torch.int32)[3, 3] ^= 1
+        return result
+
+    lit_module.run_step = faulty
+
+
+# ---- hangs and lost processes
+
+
+def hang(step: str) -> None:
+    """This step waits for ever."""
+    train = LitRWKV7.training_step
+
+    def waiting(self: LitRWKV7, batch: Any, batch_idx: int) -> None:
+        if self.global_step == int(step) - 1:
+            time.sleep(3600)
+        train(self, batch, batch_idx)
+
+    LitRWKV7.training_step = waiting
+
+
+def hang_the_interpreter(step: str) -> None:
+    """This step waits for ever inside a library, and lets no thread run."""
+    watchdog._GRACE_S = 0.5
+    train = LitRWKV7.training_step
+
+    def waiting(self: LitRWKV7, batch: Any, batch_idx: int) -> None:
+        if self.global_step == int(step) - 1:
+            ctypes.PyDLL(None).sleep(3600)
+        train(self, batch, batch_idx)
+
+    LitRWKV7.training_step = waiting
+
+
+def hang_in_the_first_exchange() -> None:
+    connection.dist = types.SimpleNamespace(all_reduce=lambda tensor: time.sleep(3600))
+
+
+def first_exchange_fails() -> None:
+    """As with InfiniBand that is there and does not work."""
+
+    def fail(tensor: torch.Tensor) -> None:
+        raise RuntimeError("NCCL error: unhandled system error (run with NCCL_DEBUG=INFO for details)")
+
+    connection.dist = types.SimpleNamespace(all_reduce=fail)
+
+
+def prefetching_fails(occurrence: str, kind: str) -> None:
+    """The thread that prepares data meets an error of this kind in its k-th micro-batch, or `hang`s there."""
+    build, seen = lanes._build_batch, itertools.count(1)
+
+    def faulty(*args: Any) -> Any:
+        if next(seen) == int(occurrence):
+            if kind == "hang":
+                time.sleep(3600)
+            raise getattr(builtins, kind)("planted")
+        return build(*args)
+
+    lanes._build_batch = faulty
 
 
 # ---- kills, signals, clocks, folders

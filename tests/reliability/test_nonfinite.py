@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+
 import pytest
 import torch
-from harness import checkpoints
+from harness import checkpoints, read_rows
 
 from trainer.checkpoint.tensorfile import load_safetensors
 
@@ -46,3 +49,100 @@ def test_a_bad_weight_is_not_saved(another, precision):
     assert not list(another.run.glob(".step-*"))
     for path in another.run.glob("step-*/*.safetensors"):
         assert all(bool(torch.isfinite(tensor.double()).all()) for tensor in load_safetensors(path).values())
+
+
+def skipped(workplace) -> list[tuple[int, str]]:
+    return [(row["step"], row["skipped"]) for row in read_rows(workplace.run) if "skipped" in row]
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"), [("nan_loss:2", "the loss is not finite"), ("infinite_gradient:2", "the gradient is not finite")]
+)
+def test_bad_steps_are_left_out_up_to_a_limit(another, fault, text):
+    output = another.fit("--trainer.skip_non_finite=2", faults=(fault,))
+    assert "left out, 2 in a row: step 5" in output
+    assert output.count("weights as before") == 2
+    assert [step for step, _ in skipped(another)] == [5, 5]
+    assert all(text in reason and "token ids sha256" in reason for _, reason in skipped(another))
+    assert [row["step"] for row in another.record().rows] == list(range(1, 12))
+    for name, tensor in load_safetensors(checkpoints(another.run)[-1] / "rank-00000.safetensors").items():
+        assert bool(torch.isfinite(tensor.double()).all()), name
+
+
+@pytest.mark.slow
+def test_one_more_than_the_limit_ends_the_run(another):
+    output = another.fit("--trainer.skip_non_finite=2", code=5, faults=("nan_loss",))
+    assert "(2 steps before it are left out already)" in the_error(output)
+    assert output.count("weights as before") == 3
+    assert checkpoints(another.run)[-1].name == "step-4"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", ["step:5", "step:6", "step:9"])
+def test_a_run_that_leaves_steps_out_resumes_bit_for_bit(another, point):
+    """Killed after the first, the second, and a later save: the same steps are left out again, counted once."""
+    whole = dataclasses.replace(another, run=another.folder / "whole")
+    options, faults = ("--trainer.skip_non_finite=2",), ("nan_loss:2",)
+    whole.fit(*options, faults=faults)
+    assert another.start(*options, faults=faults, failpoint=point).wait() == -9
+    another.fit(*options, faults=faults if point != "step:9" else ())
+    assert another.record().differences(whole.record()) == []
+    assert skipped(another) == skipped(whole)
+
+
+@pytest.mark.slow
+def test_left_out_steps_are_counted_in_the_checkpoint(another):
+    another.fit("--trainer.skip_non_finite=2", "--trainer.max_steps=6", faults=("nan_loss:2",))
+    state = torch.load(another.run / "step-6" / "lightning.pt", weights_only=True)
+    assert state["progress"]["skipped_steps"] == 2
+
+
+def test_deepspeed_does_not_leave_steps_out(another):
+    options = ("--trainer.skip_non_finite=2", "--trainer.strategy=deepspeed_stage_2")
+    assert "trainer.skip_non_finite" in the_error(another.fit(*options, code=2))
+
+
+# ---- spikes
+
+
+LONG = ("--trainer.max_steps=29", "--model.warmup_steps=30", "--checkpoint.every_steps=20")
+
+
+@pytest.mark.slow
+def test_a_loss_spike_is_said_and_training_goes_on(another):
+    output = another.fit(*LONG, faults=("loss_jumps:22:26",))
+    assert "step=22" in output
+    assert "is a spike" in output
+    assert "step 26: the loss has been twice its mean or more for 5 steps" in output
+    assert checkpoints(another.run)[-1].name == "step-29"
+
+
+def test_a_loss_spike_ends_the_run_if_asked_to(another):
+    """Also if most of the steps before it were in an earlier run."""
+    another.fit(*LONG, "--trainer.max_steps=20")
+    output = another.fit(*LONG, "--trainer.loss_spikes=stop", code=5, faults=("loss_jumps:23:29",))
+    assert "step 27: the loss has been twice its mean" in the_error(output)
+    assert checkpoints(another.run)[-1].name == "step-20"
+
+
+# ---- silent faults
+
+
+def test_computing_steps_twice_changes_nothing(truth, another):
+    another.fit("--trainer.rerun_every_steps=1")
+    assert another.record().differences(truth.record) == []
+
+
+@pytest.mark.parametrize("time", [pytest.param(3, marks=pytest.mark.slow), 4])
+def test_a_flipped_bit_is_found_by_computing_twice(another, time):
+    """Steps 1 and 2 are computed once, step 3 twice; the bit flips in one of these."""
+    output = another.fit("--trainer.rerun_every_steps=3", code=16, faults=(f"flip_a_gradient_bit:{time}",))
+    digests = re.search(r"sha256 of gradients (\w{16}) and (\w{16})", the_error(output))
+    assert digests[1] != digests[2]
+    assert "step 3:" in the_error(output)
+    assert checkpoints(another.run)[-1].name == "step-2"
+
+
+@pytest.mark.slow
+def test_a_flipped_bit_is_not_found_in_other_steps(another):
+    another.fit("--trainer.rerun_every_steps=3", faults=("flip_a_gradient_bit:2",))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import signal
 import socket
+import time
 
 import pytest
 from harness import DONE, KILLED, Record, Workplace, checkpoints, make_run, read_rows
@@ -32,11 +34,19 @@ class Ranks:
     def run(self, name: str) -> Workplace:
         return dataclasses.replace(self.workplace, run=self.workplace.folder / name)
 
-    def fit(self, name: str, *options: str, failpoint: str = "", **faults: str) -> tuple[list[int], str]:
-        """Exit codes and the output of both; `rank0` and `rank1` name a fault, `failpoint` is rank 1's."""
+    def fit(
+        self,
+        name: str,
+        *options: str,
+        failpoint: str = "",
+        ranks: tuple[int, ...] = (0, 1),
+        port: int = 0,
+        **faults: str,
+    ) -> tuple[list[int], str]:
+        """Exit codes and the output of `ranks`; `rank0` and `rank1` name a fault, `failpoint` is rank 1's."""
         environment = {
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-            "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": name, "DS_ACCELERATOR": "cpu",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port or free_port()), "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": name, "DS_ACCELERATOR": "cpu",
         }  # fmt: skip
         children = [
             self.run(name).start(
@@ -45,7 +55,7 @@ class Ranks:
                 environment={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 failpoint=failpoint if rank == 1 else "",
             )
-            for rank in (0, 1)
+            for rank in ranks
         ]
         codes = [child.wait() for child in children]
         return codes, "".join(child.output() for child in children)
@@ -56,8 +66,9 @@ class Ranks:
 
 @pytest.fixture(scope="module")
 def make_ranks(parent, corpus, tmp_path_factory):
-    """A function that makes Ranks with a run named `truth`."""
+    """A function that makes Ranks with a run named `truth`, once for each strategy."""
 
+    @functools.cache
     def make(strategy: str, *always: str) -> Ranks:
         trainer = {"devices": 2, "strategy": strategy, "microbatch_size": 1, "max_steps": 8}
         folder = tmp_path_factory.mktemp(strategy) / "work"
@@ -116,6 +127,92 @@ def test_lanes_go_on_with_another_number_of_ranks(ddp):
     assert ddp.fit("two", f"--resume={one.run}/step-6")[0] == [DONE, DONE]
     again = [row["loss"] for row in read_rows(ddp.run("two").run) if "loss" in row]
     assert again == pytest.approx(alone[3:], rel=1e-5)
+
+
+# ---- processes that do not come, or do not answer
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_never_joins_is_not_waited_for(ddp, rank):
+    started = time.monotonic()
+    codes, output = ddp.fit(f"alone-{rank}", "--trainer.start_timeout_s=4", ranks=(rank,))
+    assert time.monotonic() - started < 9
+    assert codes == [6], output
+    error = next(line for line in output.splitlines() if line.startswith("error: start"))
+    assert f"rank {rank} of 2 on {socket.gethostname()} waits" in error
+    assert "MASTER_ADDR" in error
+    assert "hread 0x" in output, "stacks"
+
+
+def test_a_first_exchange_that_hangs_is_ended(ddp):
+    """Both have joined; rank 1 does not answer."""
+    codes, output = ddp.fit("mute", "--trainer.start_timeout_s=4", rank1="hang_in_the_first_exchange")
+    assert codes == [6, 6], output
+    assert "in all_reduce" in output
+
+
+def test_a_network_that_fails_names_what_to_do(ddp):
+    """What NCCL says if InfiniBand is there and does not work, on both ranks."""
+    fault = "first_exchange_fails"
+    codes, output = ddp.fit("broken", rank0=fault, rank1=fault)
+    assert codes == [6, 6], output
+    assert output.count("error: start: the processes have found each other, but their first exchange failed") == 2
+    assert "NCCL error: unhandled system error" in output
+
+
+def test_a_port_in_use_is_named(ddp):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        codes, output = ddp.fit("taken", "--trainer.start_timeout_s=8", ranks=(0,), port=port)
+    assert codes == [6], output
+    error = next(line for line in output.splitlines() if line.startswith("error:"))
+    assert str(port) in error
+    assert "MASTER_PORT" in error
+
+
+def test_a_rank_that_hangs_in_a_step_ends_both(ddp):
+    codes, output = ddp.fit("hung", "--trainer.step_timeout_s=3", rank1="hang:3")
+    assert codes == [6, 6], output
+    assert "step 3: nothing has ended" in output
+    assert "in waiting" in output
+
+
+# ---- numbers of one rank
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_stops_both(ddp):
+    codes, output = ddp.fit("nan", "--checkpoint.every_steps=1", rank1="nan_loss")
+    assert codes == [5, 5], output
+    assert "error: step 5, micro-batch 1, chunk 1: the loss is not finite" in output
+    assert "error: step 5: the loss is not finite on another rank" in output
+    assert newest_valid(ddp.run("nan").run)[0].name == "step-4"
+    assert ddp.fit("nan")[0] == [DONE, DONE]
+    assert ddp.record("nan").differences(ddp.record("truth")) == []
+
+
+@pytest.mark.parametrize(("fault", "rank"), [("nan_loss:1", "rank1"), ("infinite_gradient:1", "rank0")])
+def test_a_bad_step_of_one_rank_is_left_out_by_both(ddp, fault, rank):
+    name = f"skipped-{rank}"
+    codes, output = ddp.fit(name, "--trainer.skip_non_finite=1", **{rank: fault})
+    assert codes == [DONE, DONE], output
+    assert output.count("left out, 1 in a row: step 5") == 2
+    assert [row["step"] for row in ddp.record(name).rows] == list(range(1, 9))
+
+
+def test_a_flipped_bit_of_one_rank_stops_both(ddp):
+    codes, output = ddp.fit("flipped", "--trainer.rerun_every_steps=2", rank1="flip_a_gradient_bit:2")
+    assert codes == [16, 16], output
+    assert output.count("step 2: computed twice from the same state it differs on rank 1") == 2
+
+
+def test_zero_3_names_a_loss_that_is_not_finite_on_one_rank(make_ranks):
+    """Without running layers again, for which the other rank would have to help."""
+    zero = make_ranks("deepspeed_stage_3", "deepspeed_on_cpu")
+    codes, output = zero.fit("nan", "--trainer.step_timeout_s=20", rank1="nan_loss")
+    assert codes == [5, 5], output
+    assert "step 5, micro-batch 1, chunk 1: the loss is not finite" in output
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -39,6 +39,10 @@ _RANGES: dict[str, _Rule] = {
     "trainer.microbatch_size": _AT_LEAST_ONE,
     "trainer.max_tokens": _ONE_OR_UNLIMITED,
     "trainer.deterministic_order_seed": _NOT_NEGATIVE,
+    "trainer.skip_non_finite": _NOT_NEGATIVE,
+    "trainer.rerun_every_steps": _NOT_NEGATIVE,
+    "trainer.start_timeout_s": _NOT_NEGATIVE,
+    "trainer.step_timeout_s": _NOT_NEGATIVE,
     "model.n_layer": _AT_LEAST_ONE,
     "model.n_embd": _AT_LEAST_ONE,
     "model.vocab_size": _AT_LEAST_ONE,
@@ -132,6 +136,10 @@ def _check_choices(run: RunConfig) -> None:
     if run.strategy not in STRATEGIES:
         rule = "one of " + ", ".join(STRATEGIES)
         raise ConfigError("trainer.strategy", "not proven yet", found=run.strategy, rule=rule)
+    for name in ("skip_non_finite", "rerun_every_steps"):
+        if getattr(run.trainer, name) and run.strategy.startswith("deepspeed"):
+            problem = f"does not act with {run.strategy}, whose engine owns the gradients"
+            raise ConfigError(f"trainer.{name}", problem, found=getattr(run.trainer, name), fix="use ddp, or remove it")
 
 
 def _check_model(model: ModelConfig) -> None:

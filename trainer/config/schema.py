@@ -207,6 +207,16 @@ class TrainerConfig:
     """Stop after this many trained tokens, and let the learning rate reach lr_final there; -1 = no limit."""
     deterministic_order_seed: int = 3941088705
     """Seed of document order and of the validation split, apart from seed_everything so that the order survives a change of it."""
+    skip_non_finite: int = 0
+    """Steps in a row that may be left out, counted and without an update, because loss or gradient is not finite; 0 = the first one ends the run (exit code 5). Not with DeepSpeed."""
+    loss_spikes: Literal["off", "log", "stop"] = "log"
+    """Five losses in a row of twice the mean of the last 100 or more: say so, or end the run (exit code 5). off = do not look."""
+    rerun_every_steps: int = 0
+    """Every so many steps compute the gradients twice and compare the bits, to find faulty hardware (exit code 16); 0 = never. Costs one more step each time. Not with DeepSpeed."""
+    start_timeout_s: float = 300
+    """Seconds that the processes of a run may take to start and exchange a first message (exit code 6); 0 = no limit. Loading and checking data and checkpoints is part of it."""
+    step_timeout_s: float = 1800
+    """Seconds without the end of a step, a validation step or a save after which the run shows where its threads wait and ends (exit code 6); 0 = no limit."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import resource
@@ -75,6 +76,10 @@ class MetricsFile(Callback):
     ) -> None:
         """Append the step."""
         assert isinstance(pl_module, LitRWKV7)
+        if pl_module.skipped.last is not None:
+            # Under the number of the step that it would have been: a resume from before it drops the line.
+            self._append(trainer, {"step": trainer.global_step + 1, "skipped": pl_module.skipped.last})
+            return
         row: dict[str, Any] = {"step": trainer.global_step, "epoch": trainer.current_epoch}
         row |= {name.removeprefix("train/"): value for name, value in pl_module.last_metrics.items()}
         row["loss_hex"] = float(row["loss"]).hex()
@@ -176,7 +181,7 @@ class RunProgress(ProgressBar):
         metrics = pl_module.last_metrics
         pl_module.log("perf/tokens_per_s", speed, rank_zero_only=True)
         sources = "".join(f"loss/{name}={value:.4f} " for name, value in pl_module.train_sources.items())
-        text = f"loss={metrics['train/loss']:.4f} {sources}tokens/s={speed:,.0f} memory={_memory_gib(pl_module.device):.2f} GiB left={left}"
+        text = f"loss={metrics.get('train/loss', math.nan):.4f} {sources}tokens/s={speed:,.0f} memory={_memory_gib(pl_module.device):.2f} GiB left={left}"
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=share, step=trainer.global_step, text=text)
         elif self._enabled and (now - self._last_line > _LINE_EVERY_S or share >= 1):

@@ -217,7 +217,7 @@ class Checkpointing(Checkpoint):
         assert isinstance(pl_module, LitRWKV7)
         failpoint("step")
         step = trainer.global_step
-        by_steps = self.config.every_steps > 0 and step % self.config.every_steps == 0
+        by_steps = self.config.every_steps > 0 and step > 0 and step % self.config.every_steps == 0
         # Later, in on_train_end, Lightning has counted the epoch as done, even if it has steps left.
         is_last = trainer.should_stop or 0 < trainer.max_steps <= step
         self._is_due = self._is_due or by_steps or is_last or self._is_minute_due(trainer)

@@ -22,7 +22,8 @@ from trainer.logs import get_logger
 from trainer.model.init import init_weights
 from trainer.model.naming import ModelShape, canonical_weights
 from trainer.model.rwkv7 import RWKV7
-from trainer.model.state import ModelState
+from trainer.model.state import ModelState, state_tensors
+from trainer.train.bad_steps import SkippedSteps, run_twice
 from trainer.train.lane_states import LaneStates
 from trainer.train.local_engine import LocalEngine, chunk_loss
 from trainer.train.optim import MasterAdamW, clip_by_global_norm, parameter_groups
@@ -58,10 +59,16 @@ class LitRWKV7(pl.LightningModule):
         self.run, self.shape = run, shape
         self.automatic_optimization = False
         self.schedule = Schedule.from_config(run.model, max_tokens=max_tokens, max_steps=run.max_steps)
-        self.progress: dict[str, int] = {"tokens": 0, "samples": 0, "tokens_at_warmup_end": 0}
+        self.progress: dict[str, int] = {
+            "tokens": 0,
+            "samples": 0,
+            "tokens_at_warmup_end": 0,
+            "skipped_steps": 0,
+        }
         self.data_position: dict[str, Any] | None = None
         self.lanes = LaneStates()
         self.bad_gradient = torch.zeros(())
+        self.skipped = SkippedSteps(run.trainer.skip_non_finite)
         self.last_metrics: dict[str, float] = {}
         self.stop_signal = 0
         """Number of the signal that asked this rank to stop; 0 = none."""
@@ -178,27 +185,55 @@ class LitRWKV7(pl.LightningModule):
         lr = self.schedule.lr(self.position)
         for group in optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
-        engine = self.engine()
-        states = [self.lanes.get(micro.lane_ids) for micro in batch.microbatches]
-        result = run_step(
-            engine,
+        every = self.run.trainer.rerun_every_steps
+        if every and (self.global_step + 1) % every == 0:
+            result = run_twice(self, optimizer.optimizer, lambda: self._run_chunks(batch))  # type: ignore[arg-type]
+        else:
+            result = self._run_chunks(batch)
+        try:
+            loss, tokens, samples = self._reduce_losses(result, batch)
+            if not torch.isfinite(torch.tensor(loss)):
+                self._stop_non_finite(result, batch)
+            norm = self._update(optimizer)
+        except NonFiniteError as error:
+            self._leave_out(error, batch, result)
+            return
+        self.skipped.trained()
+        for micro, state in zip(batch.microbatches, result.states, strict=False):
+            self.lanes.keep(micro.lane_ids, state)
+        self.loss_sums("train").end_step(result.total_weight / self.trainer.world_size)
+        self._count(tokens, samples, batch.position)
+        self._log_step(loss, norm, lr, result)
+
+    def _run_chunks(self, batch: StepBatch) -> StepResult:
+        """Gradients of all chunks, and what else they leave."""
+        return run_step(
+            self.engine(),
             batch.microbatches,
-            states,
+            [self.lanes.get(micro.lane_ids) for micro in batch.microbatches],
             self.step_options(),
             device=self.device,
             world_size=self.trainer.world_size,
             gather=self.gather_numbers,
-            group_sums_2G=self._loss_sums("train").step_2G,
+            group_sums_2G=self.loss_sums("train").step_2G,
         )
-        loss, tokens, samples = self._reduce_losses(result, batch)
-        if not torch.isfinite(torch.tensor(loss)):
-            self._stop_non_finite(result, batch)
-        norm = self._update(optimizer)
+
+    def _leave_out(self, error: NonFiniteError, batch: StepBatch, result: StepResult) -> None:
+        """Go on after a step that is not finite as if it had not been, but with the data that follow.
+
+        Raises:
+            NonFiniteError: if that is not allowed (again).
+        """
+        self.skipped.leave_out(error, batch)
+        optimizer: Any = self.optimizers()
+        optimizer.optimizer.zero_grad()
         for micro, state in zip(batch.microbatches, result.states, strict=False):
-            self.lanes.keep(micro.lane_ids, state)
-        self._loss_sums("train").end_step(result.total_weight / self.trainer.world_size)
-        self._count(tokens, samples, batch.position)
-        self._log_step(loss, norm, lr, result)
+            is_finite = state is not None and all(bool(torch.isfinite(x).all()) for x in state_tensors(state))
+            fresh = self.engine().zero_state(len(micro.lengths)) if micro.lengths else None
+            self.lanes.keep(micro.lane_ids, state if is_finite else fresh)
+        self.loss_sums("train").step_2G.zero_()
+        self.progress["skipped_steps"] += 1
+        self.data_position = batch.position
 
     def _update(self, optimizer: Any) -> float:
         """Clip, check and apply the step's gradient; returns its global norm."""
@@ -218,7 +253,6 @@ class LitRWKV7(pl.LightningModule):
                 f"step {self.global_step + 1}",
                 "the gradient is not finite",
                 found=f"{len(bad)} tensors; nearest to the loss is {bad[-1]}" if bad else "their norm overflows",
-                fix="lower model.lr_init or model.grad_clip, or look at the data of this step; the weights are unchanged",
             )
         optimizer.step()
         inner.zero_grad()
@@ -252,7 +286,7 @@ class LitRWKV7(pl.LightningModule):
             self.log(name, float(value), rank_zero_only=True)
         every = getattr(self.trainer, "log_every_n_steps", 0)
         if every and self.global_step % every == 0:
-            table = self._loss_sums("train").take(self.gather_numbers)
+            table = self.loss_sums("train").take(self.gather_numbers)
             self.train_sources = table.by_source()
             self.log_dict(table.metrics("train"), rank_zero_only=True)
             self.last_metrics |= table.metrics("train")
@@ -261,7 +295,7 @@ class LitRWKV7(pl.LightningModule):
             for layer, entry in enumerate(states[-1]):
                 self.log(f"state/layer_{layer:02d}_wkv_norm", entry.wkv.norm(), rank_zero_only=True)
 
-    def _loss_sums(self, stage: str) -> LossSums:
+    def loss_sums(self, stage: str) -> LossSums:
         """Losses by source and position of `train` or `validation`."""
         if stage not in self._sums:
             data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
@@ -288,12 +322,13 @@ class LitRWKV7(pl.LightningModule):
                 f"step {self.global_step + 1}", "the loss is not finite on another rank; see its message"
             )
         micro, chunk = min(bad)
-        layer = self._first_bad_layer(batch, micro, chunk)
+        # Under ZeRO-3 running a layer needs the other ranks, which have no reason to.
+        is_sharded = hasattr(self.model.emb.weight, "ds_id")
+        layer = "a layer of this rank" if is_sharded else self._first_bad_layer(batch, micro, chunk)
         raise NonFiniteError(
             f"step {self.global_step + 1}, micro-batch {micro}, chunk {chunk}",
             "the loss is not finite",
             found=f"first non-finite output in {layer}",
-            fix="lower model.lr_init or model.grad_clip, or look at the data of this step; the weights are unchanged",
         )
 
     @torch.no_grad()
@@ -322,7 +357,7 @@ class LitRWKV7(pl.LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         """Start a new mean."""
-        self._loss_sums("validation").reset()
+        self.loss_sums("validation").reset()
 
     def validation_step(self, batch: StepBatch, batch_idx: int) -> None:
         """Add one batch of whole documents to the mean loss per token; none after a signal to stop."""
@@ -334,13 +369,13 @@ class LitRWKV7(pl.LightningModule):
             self.step_options(),
             device=self.device,
             gather=self.gather_numbers,
-            group_sums_2G=self._loss_sums("validation").step_2G,
+            group_sums_2G=self.loss_sums("validation").step_2G,
         )
-        self._loss_sums("validation").end_step()
+        self.loss_sums("validation").end_step()
 
     def on_validation_epoch_end(self) -> None:
         """Log the mean over all ranks."""
-        table = self._loss_sums("validation").take(self.gather_numbers)
+        table = self.loss_sums("validation").take(self.gather_numbers)
         self.log("validation/loss", table.loss, rank_zero_only=True, prog_bar=True)
         self.log_dict(table.metrics("validation"), rank_zero_only=True)
         self.log("validation/perplexity", float(torch.tensor(table.loss).exp()), rank_zero_only=True)
@@ -354,7 +389,7 @@ class LitRWKV7(pl.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Counters come back here, the data position through the data module."""
-        self.progress = dict(checkpoint["progress"])
+        self.progress |= checkpoint["progress"]
         self.data_position = checkpoint["data_position"]
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
         data.seek(self.data_position)

@@ -7,10 +7,8 @@ import dataclasses
 import hashlib
 import json
 import logging
-import re
 import shutil
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +24,15 @@ from trainer.checkpoint.verify import read_manifest
 from trainer.config import RunConfig
 from trainer.data.module import LanesDataModule
 from trainer.data.tokenizers import get_tokenizer
-from trainer.errors import ConfigError, DistributedError
+from trainer.errors import ConfigError
 from trainer.logs import get_logger, mask_secrets
 from trainer.model.naming import ModelShape
 from trainer.ops.wkv7 import choose_backend
 from trainer.train.callbacks import METRICS_FILE, MetricsFile, RunProgress, TokenLimit
 from trainer.train.checkpointing import Checkpointing, FolderCheckpointIO
+from trainer.train.connection import TimeLimits, connection_errors
 from trainer.train.lit_module import LitRWKV7
+from trainer.train.loss_spikes import LossSpikes
 from trainer.train.strategy import lightning_precision, make_strategy, weight_dtype
 
 __all__ = ["build_trainer", "dry_run", "execute", "resolve_shape"]
@@ -265,7 +265,10 @@ def _fit(
     resumed_from: Path | None,
 ) -> None:
     checkpointing = Checkpointing(run.checkpoint, directory, _digest(run, shape), _settings(run), resumed_from)
-    callbacks: list[pl.Callback] = [MetricsFile(directory), RunProgress(), checkpointing]
+    limits = TimeLimits(run.trainer)
+    callbacks: list[pl.Callback] = [limits, MetricsFile(directory), RunProgress(), checkpointing]
+    if run.trainer.loss_spikes != "off":
+        callbacks.append(LossSpikes(run.trainer.loss_spikes, directory / METRICS_FILE))
     if run.trainer.max_tokens > 0:
         callbacks.append(TokenLimit(run.trainer.max_tokens))
     trainer = build_trainer(run, trainer_arguments, directory=directory, callbacks=callbacks)
@@ -282,23 +285,12 @@ def _fit(
     if _is_rank_zero():
         _make_way(directory, resumed_from)
     start = None if resumed_from is None else read_manifest(resumed_from).step
-    with checkpointing.signals, _lost_connections():
+    with checkpointing.signals, limits, connection_errors():
+        limits.wait_for_ranks(trainer)
         trainer.fit(module, datamodule=data, ckpt_path=None if resumed_from is None else str(resumed_from))
     if trainer.global_step == start:
         fix = "raise trainer.max_steps, max_tokens or max_epochs to go on"
         _logger.info("nothing left to train: %s is the end of this run; %s", resumed_from, fix)
-
-
-@contextlib.contextmanager
-def _lost_connections() -> Iterator[None]:
-    """Say so if another process is gone: what libraries raise then is about sockets."""
-    try:
-        yield
-    except RuntimeError as err:
-        if not re.search(r"gloo|NCCL|Connection (closed|reset)", str(err)):
-            raise
-        problem = f"the connection to another process was lost ({str(err).splitlines()[0]})"
-        raise DistributedError("training", problem, fix="look at its message, then go on with resume: auto") from err
 
 
 def _validate(
@@ -309,10 +301,13 @@ def _validate(
         raise ConfigError("model.load_model", "nothing to validate", fix="give model.load_model, or resume: auto")
     weights = dataclasses.replace(run.model, load_model=source)
     run = dataclasses.replace(run, model=weights)
-    trainer = build_trainer(run, trainer_arguments, directory=Path("."), callbacks=[RunProgress()])
+    limits = TimeLimits(run.trainer)
+    trainer = build_trainer(run, trainer_arguments, directory=Path("."), callbacks=[limits, RunProgress()])
     module = LitRWKV7(run, shape)
     _say_plan(run, shape, trainer)
-    trainer.validate(module, datamodule=data, verbose=False)
+    with limits, connection_errors():
+        limits.wait_for_ranks(trainer)
+        trainer.validate(module, datamodule=data, verbose=False)
     for name, value in trainer.callback_metrics.items():
         if name.startswith("validation/"):
             _logger.info("%s=%.6f", name, float(value))
