@@ -15,7 +15,7 @@ TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 FOUND_SOMETHING = 9
 PROGRAM = """
 import torch
-from trainer.ops.step_kernels import add_gradient, cross_entropy_rows
+from trainer.ops.step_kernels import add_gradients, cross_entropy_rows
 from trainer.ops.wkv7 import cuda
 from trainer.ops.wkv7.cuda_launch import architectures
 
@@ -29,9 +29,11 @@ for kernel, tokens, heads in (("tensor_core", 40, 2), ("tensor_core", 600, 1), (
     y, after, starts = cuda.forward(*inputs[:6], state, reset, save=True, kernel=kernel)
     cuda.backward(*inputs[:6], reset, starts, inputs[6], state)
     print(kernel, tokens, float(y.float().norm()))
-logits = torch.randn(5, 264).bfloat16().cuda()
-cross_entropy_rows(logits, torch.arange(5).cuda(), torch.ones(5).cuda(), 1e-4, with_gradient=True)
-add_gradient(torch.zeros(1000).cuda(), torch.ones(1000, dtype=torch.bfloat16).cuda())
+for vocab in (264, 20000):
+    logits = torch.randn(300, vocab).bfloat16().cuda()
+    cross_entropy_rows(logits, torch.arange(300).cuda() % vocab, torch.ones(300).cuda(), 1e-4, with_gradient=True)
+sizes = (1000, 5, 70000)
+add_gradients([torch.zeros(n).cuda() for n in sizes], [torch.ones(n, dtype=torch.bfloat16).cuda() for n in sizes])
 torch.cuda.synchronize()
 """
 # PyTorch's own kernels are not looked at.

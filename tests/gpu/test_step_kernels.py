@@ -15,7 +15,7 @@ from trainer.model.init import init_weights
 from trainer.model.naming import ModelShape
 from trainer.model.rwkv7 import RWKV7
 from trainer.ops.loss import linear_cross_entropy, linear_cross_entropy_reference
-from trainer.ops.step_kernels import add_gradient, cross_entropy_rows, has_cross_entropy_kernel
+from trainer.ops.step_kernels import add_gradients, cross_entropy_rows, has_cross_entropy_kernel
 from trainer.train.local_engine import LocalEngine
 from trainer.train.optim import MasterAdamW, parameter_groups
 from trainer.types import Batch
@@ -37,7 +37,8 @@ def relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
 
 def test_cross_entropy_rows_against_float64():
     generator = torch.Generator("cuda").manual_seed(0)
-    for rows, vocab in ((1, 8), (3, 264), (37, 4104), (64, 65536)):
+    # Short rows, rows held in registers (more of them than processors; part of a block's room; all of it), longer ones.
+    for rows, vocab in ((1, 8), (3, 264), (37, 4104), (300, 20008), (1, 65536), (300, 65536), (5, 70008)):
         logits = (4 * torch.randn(rows, vocab, device="cuda", generator=generator)).bfloat16()
         logits[0, :] = logits[0, 0]  # all equal: the first one is the largest
         target = torch.randint(0, vocab, (rows,), device="cuda", generator=generator)
@@ -79,13 +80,14 @@ def test_loss_and_its_gradients():
         assert relative(head.grad if sums is None else total, wide[1].grad) < 1e-2
 
 
-def test_add_gradient():
-    for count in (1, 7, 8, 4099):
-        total = torch.randn(count, device="cuda")
-        gradient = torch.randn(count, device="cuda").bfloat16()
-        expected = total + gradient.float()
-        add_gradient(total, gradient)
-        assert torch.equal(total, expected)
+def test_add_gradients():
+    counts = [1, 7, 8, 4099, 8192, 8193, 100_000, *range(1, 120)]
+    totals = [torch.randn(count, device="cuda") for count in counts]
+    gradients = [torch.randn(count, device="cuda").bfloat16() for count in counts]
+    totals.append(torch.randn(9, device="cuda")[1:]), gradients.append(torch.randn(8, device="cuda").bfloat16())
+    expected = [total + gradient.float() for total, gradient in zip(totals, gradients, strict=True)]
+    add_gradients(totals, gradients)
+    assert all(torch.equal(*pair) for pair in zip(totals, expected, strict=True))
 
 
 def _steps(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from trainer.errors import KernelError
 from trainer.ops.wkv7 import build
 from trainer.ops.wkv7.cuda_launch import OLDEST_ARCH, architectures
 
-__all__ = ["add_gradient", "cross_entropy_rows", "has_cross_entropy_kernel"]
+__all__ = ["add_gradients", "cross_entropy_rows", "has_cross_entropy_kernel"]
 
 _VECTOR = 8
 
@@ -28,7 +29,8 @@ def _library(device: int) -> ctypes.CDLL | None:
     library.step_cross_entropy.argtypes = [
         ctypes.c_int, pointer, pointer, pointer, pointer, size, size, ctypes.c_float, ctypes.c_int, pointer
     ]  # fmt: skip
-    library.step_accumulate.argtypes = [ctypes.c_int, pointer, pointer, size, pointer]
+    library.step_accumulate.argtypes = [ctypes.c_int, ctypes.c_int, pointer, pointer, pointer, pointer]
+    library.step_most_tensors.restype = size
     return library
 
 
@@ -75,18 +77,47 @@ def cross_entropy_rows(
     return losses_R
 
 
-def add_gradient(total: Tensor, gradient: Tensor) -> None:
-    """Total += gradient, in the dtype of `total`; shapes are equal."""
-    is_fast = gradient.is_cuda and gradient.dtype == torch.bfloat16 and total.dtype == torch.float32
-    if is_fast and gradient.is_contiguous() and total.is_contiguous() and _is_aligned(total, gradient):
-        library = _library(gradient.device.index)
-        if library is not None:
-            status = library.step_accumulate(
-                gradient.device.index, total.data_ptr(), gradient.data_ptr(), total.numel(), _stream(total)
-            )
-            _check(status, "accumulate")
-            return
-    total.add_(gradient)
+def add_gradients(totals: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """Add each gradient to its total, in the dtype of the totals; shapes are equal in pairs.
+
+    Bfloat16 gradients on a GPU take a few launches for all of them together.
+    """
+    rest: list[tuple[Tensor, Tensor]] = []
+    fast: list[tuple[Tensor, Tensor]] = []
+    for pair in zip(totals, gradients, strict=True):
+        (fast if _is_fast(*pair) else rest).append(pair)
+    for total, gradient in rest:
+        total.add_(gradient)
+    if not fast:
+        return
+    device = fast[0][0].device
+    library = _library(device.index)
+    assert library is not None
+    most = library.step_most_tensors()
+    for start in range(0, len(fast), most):
+        part = fast[start : start + most]
+        pointers = ctypes.c_void_p * len(part)
+        status = library.step_accumulate(
+            device.index,
+            len(part),
+            pointers(*(total.data_ptr() for total, _ in part)),
+            pointers(*(gradient.data_ptr() for _, gradient in part)),
+            (ctypes.c_int64 * len(part))(*(total.numel() for total, _ in part)),
+            _stream(part[0][0]),
+        )
+        _check(status, "accumulate")
+
+
+def _is_fast(total: Tensor, gradient: Tensor) -> bool:
+    plain = gradient.is_cuda and gradient.dtype == torch.bfloat16 and total.dtype == torch.float32
+    return (
+        plain
+        and gradient.numel() > 0
+        and gradient.is_contiguous()
+        and total.is_contiguous()
+        and _is_aligned(total, gradient)
+        and _library(gradient.device.index) is not None
+    )
 
 
 def _is_aligned(*tensors: Tensor) -> bool:

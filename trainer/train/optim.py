@@ -11,12 +11,14 @@ from torch import Tensor, nn
 
 from trainer.config.schema import ModelConfig
 from trainer.model.naming import optimizer_group
-from trainer.ops.step_kernels import add_gradient
+from trainer.ops.step_kernels import add_gradients
 
 __all__ = ["MasterAdamW", "clip_by_global_norm", "parameter_groups"]
 
 # Elements; keeps every parameter on a 128-byte boundary, as matrix products like it.
 _ALIGN = 64
+# Elements; smaller gradients wait for the end of the backward pass and are added together.
+_SMALL = 1 << 20
 _LR_SCALE = {"1x": 1.0, "2x": 2.0, "decay": 1.0}
 
 
@@ -87,6 +89,7 @@ class MasterAdamW(torch.optim.AdamW):
         self._masters: dict[str, Tensor] = {}
         self._sums: dict[str, Tensor] = {}
         self._low: list[tuple[Tensor, nn.Parameter]] = []
+        self._waiting: list[tuple[Tensor, Tensor]] = []
         owned = [{**group, "params": [self._flatten(group, initial or {})]} for group in groups]
         super().__init__(owned, lr=model.lr_init, betas=(model.beta1, model.beta2), eps=model.adam_eps, fused=True)
 
@@ -109,10 +112,29 @@ class MasterAdamW(torch.optim.AdamW):
                 values[part].copy_(parameter.detach().flatten())
             parameter.data = values[part].view(parameter.shape)
             self._sums[name] = parameter.main_grad = masters.grad[part].view(parameter.shape)  # type: ignore[attr-defined]
-            parameter.register_post_accumulate_grad_hook(_add_to_main_grad)  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(self._add_to_main_grad)  # type: ignore[no-untyped-call]
         if low != wide:
             self._low.append((values, masters))
         return masters
+
+    def _add_to_main_grad(self, parameter: Tensor) -> None:
+        gradient = parameter.grad
+        # Autograd calls this without a gradient for the head, whose gradient the loss has added by itself.
+        if gradient is None:
+            return
+        parameter.grad = None
+        total: Tensor = parameter.main_grad  # type: ignore[attr-defined]
+        if not gradient.is_cuda or gradient.numel() > _SMALL:
+            add_gradients([total], [gradient])
+            return
+        if not self._waiting:
+            torch.autograd.Variable._execution_engine.queue_callback(self._add_waiting)
+        self._waiting.append((total, gradient))
+
+    def _add_waiting(self) -> None:
+        """At the end of a backward pass."""
+        waiting, self._waiting = self._waiting, []
+        add_gradients(*zip(*waiting, strict=True))
 
     def gradients(self) -> dict[str, Tensor]:
         """Summed gradients by official name; zero for parameters that the model does not use."""
@@ -136,6 +158,7 @@ class MasterAdamW(torch.optim.AdamW):
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Zero the sums where they lie; they are never freed, since parameters and CUDA graphs point to them."""
+        self._waiting.clear()
         for gradient in self.flat_gradients():
             gradient.zero_()
 
@@ -154,10 +177,3 @@ class MasterAdamW(torch.optim.AdamW):
         for name, master in masters.items():
             self._masters[name].copy_(master)
         self._round()
-
-
-def _add_to_main_grad(parameter: Tensor) -> None:
-    # Autograd calls this without a gradient for the head, whose gradient the loss has added by itself.
-    if parameter.grad is not None:
-        add_gradient(parameter.main_grad, parameter.grad)  # type: ignore[attr-defined]
-        parameter.grad = None
