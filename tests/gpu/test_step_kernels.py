@@ -136,7 +136,7 @@ def test_graphs_are_close():
         assert worst < 1e-4, (window, losses, plain_losses)
         for name, gradient in plain.items():
             if gradient.any():
-                assert relative(grads[name], gradient) < 3e-2, (window, name, relative(grads[name], gradient))
+                assert relative(grads[name], gradient) < 5e-2, (window, name, relative(grads[name], gradient))
 
 
 def test_compiled_blocks_are_close():
