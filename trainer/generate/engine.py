@@ -35,10 +35,12 @@ __all__ = [
     "StreamOptions",
     "chat_turn",
     "load_generator",
+    "load_model",
     "pick_device",
     "pick_dtype",
     "pick_tokenizer",
     "read_prompt",
+    "token_model",
 ]
 
 CHAT_STOP = "\n\nUser:"
@@ -155,18 +157,22 @@ def load_generator(
         CheckpointError: if the weights cannot be read.
         ConfigError: if an option does not fit the model or the machine.
     """
+    model = load_model(path, device=device, dtype=dtype, kernel=kernel)
+    return Generator(model, pick_tokenizer(tokenizer, model.shape.vocab_size))
+
+
+def load_model(path: Path, *, device: str = "auto", dtype: str = "auto", kernel: str = "auto") -> RWKV7:
+    """A model with the weights of `path`, without gradients; arguments as of `load_generator`."""
     chosen = pick_device(device)
     target = pick_dtype(dtype, chosen)
     weights = read_weights(path)
-    shape = shape_from_weights(weights)
-    text = pick_tokenizer(tokenizer, shape.vocab_size)
     with torch.device("meta"):
-        model = RWKV7(shape, kernel)
+        model = RWKV7(shape_from_weights(weights), kernel)
     model.load_state_dict({name: tensor.to(chosen, target) for name, tensor in weights.items()}, assign=True)
-    return Generator(model.requires_grad_(False), text)
+    return model.requires_grad_(False)
 
 
-def _token_model(model: RWKV7) -> RWKV7:
+def token_model(model: RWKV7) -> RWKV7:
     """The same weights, with the backend that is fastest for one token.
 
     Without compiled kernels that is the token loop: the chunked form would do the work of 16 tokens.
@@ -194,7 +200,7 @@ class Generator:
         self.snapshot = Snapshot(model.zero_state(1), None)
         self.tokens_read = self.tokens_written = 0
         self.seconds_reading = self.seconds_writing = 0.0
-        self._token_model = _token_model(model)
+        self._token_model = token_model(model)
 
     def speed(self) -> str:
         """How much was read and written so far, and how fast."""
