@@ -208,6 +208,24 @@ def test_masked_step_is_finite_and_zero(model):
     assert all(not g.any() for g in grads.values())
 
 
+@pytest.mark.parametrize("window", [1, 2, "full"])
+def test_leading_untrained_chunks_change_nothing(model, window):
+    """Where gradients stop at each chunk they have no backward; a window needs them."""
+    batch = make_batch([100, 60])
+    weight = batch.weight_BT.clone()
+    weight[:, :40] = 0
+    masked = batch._replace(weight_BT=weight)
+    engine = PlainEngine(model)
+    _, found, _ = gradients(model, [masked], options(window=window), engine=engine)
+    assert len(engine.last_flags) == (5 if window == 1 else 7)
+    assert engine.last_flags[-1]
+    # A first token that counts next to nothing makes all chunks train.
+    weight = weight.clone()
+    weight[0, 0] = 1e-30
+    _, expected, _ = gradients(model, [batch._replace(weight_BT=weight)], options(window=window))
+    assert_same(found, expected)
+
+
 def evaluated(model: RWKV7, batch: Batch, states: tuple = ()) -> tuple[Tensor, list[ModelState]]:
     sums = torch.zeros(2, 3, dtype=torch.float64)
     groups = torch.arange(batch.ids_BT.numel(), dtype=torch.int32).view(batch.ids_BT.shape) % 3

@@ -32,6 +32,32 @@ BAD = [
     (changed(model={"ctx_len": 0}), ["model.ctx_len", "0", "multiple of 16", "nearest is 16"]),
     (changed(model={"ctx_len": -512}), ["model.ctx_len", "-512", "16"]),
     (changed(model={"ctx_len": 65}), ["model.ctx_len", "65", "16", "64"]),
+    (changed(model={"ctx_len_schedule": [[10, 16]]}), ["model.ctx_len_schedule", "[[10, 16]]", "rise from 0"]),
+    (changed(model={"ctx_len_schedule": [[0, 16], [5, 32], [5, 16]]}), ["model.ctx_len_schedule", "rise from 0"]),
+    (changed(model={"ctx_len_schedule": [[0, 16, 1]]}), ["model.ctx_len_schedule", "[[0, 16, 1]]"]),
+    (changed(model={"ctx_len_schedule": [[0, 24]]}), ["model.ctx_len_schedule", "24", "multiple of 16"]),
+    (
+        changed(model={"ctx_len_schedule": [[0, 4096]]}),
+        ["model.ctx_len_schedule", "4096", "at most model.ctx_len 2048"],
+    ),
+    (
+        changed(model={"ctx_len_cutoffs": [64]}),
+        ["model.ctx_len_cutoffs", "1 lengths", "model.ctx_len_warmup_steps has 0"],
+    ),
+    (
+        changed(model={"ctx_len_cutoffs": [64, 32], "ctx_len_warmup_steps": [5, 9]}),
+        ["model.ctx_len_cutoffs", "[64, 32]", "rising"],
+    ),
+    (
+        changed(model={"ctx_len_cutoffs": [32, 64], "ctx_len_warmup_steps": [0, 9]}),
+        ["model.ctx_len_warmup_steps", "[0, 9]", "from 1"],
+    ),
+    (
+        changed(model={"ctx_len_cutoffs": [64], "ctx_len_warmup_steps": [5]}, data={"batching": "stream"}),
+        ["model.ctx_len_cutoffs", "[64]", "documents"],
+    ),
+    (changed(model={"token_loss_threshold": -1.0}), ["model.token_loss_threshold", "-1.0"]),
+    (changed(model={"token_dropout_rate": 1.0}), ["model.token_dropout_rate", "1.0", "below 1"]),
     (changed(model={"head_size": 60}), ["model.head_size", "60"]),
     (changed(model={"n_embd": 100}), ["model.n_embd", "100", "64", "nearest is 128"]),
     (changed(model={"lr_init": -0.001}), ["model.lr_init", "-0.001", "above 0"]),
@@ -108,6 +134,9 @@ def test_legal_precisions(precision):
         changed(trainer={"target_batch_size": 12, "microbatch_size": 2}, devices=3),
         changed(model={"bptt_window": 7}),
         changed(strategy="deepspeed_stage_3"),
+        changed(model={"ctx_len_schedule": [[0, 64], [100, 2048]]}),
+        changed(model={"ctx_len_cutoffs": [], "ctx_len_warmup_steps": [], "token_loss_threshold": 0}),
+        changed(model={"ctx_len_cutoffs": [100, 5000], "ctx_len_warmup_steps": [10, 20], "token_dropout_rate": 0.5}),
     ],
 )
 def test_legal_runs(run):

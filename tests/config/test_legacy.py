@@ -120,6 +120,14 @@ def test_data_keys_of_the_older_trainer_are_settings_again():
     assert mapped(data=data)[0] == {"data": data}
 
 
+def test_curricula_of_the_older_trainer_are_settings_again():
+    model = {
+        "ctx_len_cutoffs": [512, 2048], "ctx_len_warmup_steps": [100, 200], "token_loss_threshold": 0.1,
+        "token_dropout_rate": 0.2,
+    }  # fmt: skip
+    assert mapped(model=model) == ({"model": model}, [])
+
+
 def test_keys_without_effect_are_said_in_one_line():
     notes = mapped(model={"substep_logging": True, "dropout": 0, "layerwise_lr": True})[1]
     assert len(notes) == 1

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.config.schema import DataConfig
+from trainer.data.curriculum import Curriculum
 from trainer.data.lanes import LanePlan, Lanes, StepBatch, ValidationLanes
 from trainer.data.positions import NUM_BUCKETS, bucket_start, position_buckets
 from trainer.data.sampler import epoch_permutation
@@ -506,3 +507,84 @@ def test_bucket_starts_are_where_buckets_change():
     assert changes.tolist() == [bucket_start(bucket) for bucket in range(1, buckets[-1] + 1)]
     assert buckets.tolist() == [plain_bucket(context) for context in range(1, 70_001)]
     assert position_buckets(69_990, 10).tolist() == buckets[-10:].tolist()
+
+
+def curriculum_plan(curriculum, **changes):
+    plan = {"world_size": 1, "rank": 0, "rows_per_step": 4, "microbatch_size": 2, "ctx_len": CTX_LEN, "seed": 5}
+    return LanePlan(**(plan | changes), curriculum=curriculum)
+
+
+def rows_of(steps):
+    """Of each row: optimizer step, document, targets that are trained, tokens of the row."""
+    found = []
+    for number, step in enumerate(steps):
+        for batch in step.microbatches:
+            for row, length in enumerate(batch.lengths):
+                trained = batch.targets_BT[row][batch.weight_BT[row] > 0].tolist()
+                found.append((number, int(batch.ids_BT[row, 0]), trained, length))
+    return found
+
+
+SIZES = [300, 20, 150, 33, 77, 64, 200, 5, 90, 41]
+
+
+def test_documents_grow_with_the_steps():
+    store = MemoryStore(SIZES)
+    starts = dict(zip(store.starts.tolist(), SIZES, strict=True))
+    lanes = Lanes(store, DataConfig(data_path="x"), curriculum_plan(Curriculum(((2, 30), (4, 100)), seed=5)))
+    steps = [step for _ in range(2) for step in lanes]
+    assert len(steps) == 6
+    places = []
+    for number, start, trained, length in rows_of(steps):
+        limit = 30 if number < 2 else 100 if number < 4 else 10_000
+        num_targets = starts[start] - 1
+        assert len(trained) == min(limit, num_targets)
+        assert trained == list(range(trained[0], trained[0] + len(trained)))  # one piece of the document
+        assert length == trained[-1] - start  # what follows is left out, what comes before is read
+        if num_targets > limit:
+            places.append((trained[0] - start - 1) / (num_targets - limit))
+    assert len(set(places)) > 3
+    assert all(0 <= place <= 1 for place in places)
+    for step in steps:
+        assert all(list(batch.lengths) == sorted(batch.lengths, reverse=True) for batch in step.microbatches)
+
+
+def test_documents_are_cut_alike_on_any_number_of_ranks_and_after_a_resume():
+    store, curriculum = MemoryStore(SIZES), Curriculum(((9, 30),), dropout=0.3, seed=5)
+    data = DataConfig(data_path="x")
+    one = Lanes(store, data, curriculum_plan(curriculum))
+    whole = [step for _ in range(2) for step in one]
+    ranks = [Lanes(store, data, curriculum_plan(curriculum, world_size=2, rank=rank)) for rank in range(2)]
+    for rank in ranks:
+        rank.steps = [step for _ in range(2) for step in rank]
+    parts = [rows_of(rank.steps) for rank in ranks]
+    assert sorted(parts[0] + parts[1]) == sorted(rows_of(whole))
+    resumed = Lanes(store, data, curriculum_plan(curriculum))
+    resumed.load_state_dict(whole[3].position)
+    assert_same_steps(list(resumed), whole[4:])
+
+
+@pytest.mark.parametrize("data", [{"batching": "stream"}, {"packing_enable": True}, {}])
+def test_a_share_of_the_targets_is_dropped_anew_each_epoch(data):
+    store = MemoryStore([400] * 20)
+    lanes = Lanes(store, DataConfig(data_path="x", **data), curriculum_plan(Curriculum(dropout=0.25, seed=5)))
+    epochs = [[target for *_, trained, _ in rows_of(lanes) for target in trained] for _ in range(2)]
+    dropped = [set(range(8000)) - set(targets) for targets in epochs]
+    for found in dropped:
+        assert 0.22 < len(found) / 8000 < 0.29
+    assert 0.03 < len(dropped[0] & dropped[1]) / 8000 < 0.12
+
+
+def test_dropped_targets_do_not_depend_on_where_spans_begin():
+    curriculum = Curriculum(dropout=0.5, seed=1)
+    whole = curriculum.keep(3, 7, 0, 100)
+    for start in (1, 4, 17, 63):
+        assert curriculum.keep(3, 7, start, 30).tolist() == whole[start : start + 30].tolist()
+    assert curriculum.keep(4, 7, 0, 100).tolist() != whole.tolist() != curriculum.keep(3, 8, 0, 100).tolist()
+
+
+def test_validation_leaves_nothing_out():
+    store = MemoryStore(SIZES)
+    plan = curriculum_plan(Curriculum(((9, 30),), dropout=0.5, seed=5))
+    steps = list(ValidationLanes(store, DataConfig(data_path="x"), plan))
+    assert sum(len(trained) for *_, trained, _ in rows_of(steps)) == sum(SIZES) - len(SIZES)

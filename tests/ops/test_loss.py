@@ -185,3 +185,18 @@ def test_recomputed_in_the_backward_pass():
 
     found, expected = run(recomputed, case, 1e-4, 7), run(linear_cross_entropy, case, 1e-4, 7)
     assert all(torch.equal(left, right) for left, right in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("slice_rows", [1, 7, 4096])
+@pytest.mark.parametrize("share", [0.2, 0.7])
+def test_rows_below_the_threshold_count_but_are_not_trained(slice_rows, share):
+    case = draw()
+    losses = F.cross_entropy(case.hidden @ case.head.mT, case.target, reduction="none")
+    threshold = float(losses.quantile(share))
+    is_trained = losses >= threshold
+    value, *grads = run(linear_cross_entropy, case, 1e-4, slice_rows, None, None, threshold)
+    assert value.item() == pytest.approx(plain_loss(case).item(), rel=1e-12)
+    _, *expected = run(linear_cross_entropy_reference, case._replace(weight=case.weight * is_trained), 1e-4)
+    for found, wanted in zip(grads, expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-13)
+    assert 0 < int(is_trained.sum()) < ROWS

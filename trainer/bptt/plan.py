@@ -94,6 +94,7 @@ class StepPlan:
         learning_range: int,
         num_micro: int,
         gather: Callable[[list[float]], list[list[float]]],
+        untrained: Sequence[int] = (),
     ) -> StepPlan:
         """Make the plan that all ranks share.
 
@@ -105,9 +106,14 @@ class StepPlan:
             learning_range: trailing chunks of a row that train; -1 = all.
             num_micro: most micro-batches that any rank can have.
             gather: exchanges one list of numbers between all ranks (a single collective).
+            untrained: leading tokens of each micro-batch that no row trains. Where gradients stop at each chunk, chunks
+                of such tokens alone need none.
         """
         own = [plan_chunks(rows, ctx_len) for rows in lengths]
         idle = [_untrained_chunks(rows, ctx_len, learning_range) for rows in lengths]
+        if window == 1:
+            leading = [min(num // ctx_len, len(chunks) - 1) for num, chunks in zip(untrained, own, strict=False)]
+            idle = [max(num, *leading[i : i + 1], 0) for i, num in enumerate(idle)]
         message = [weight]
         for i in range(num_micro):
             message += [len(own[i]), idle[i]] if i < len(own) and own[i] else [0, math.inf]

@@ -293,6 +293,12 @@ def _apply_learning_range(batch: Batch, ctx_len: int, learning_range: int) -> Ba
     return batch._replace(weight_BT=weight)
 
 
+def _leading_untrained(weight_BT: Tensor) -> int:
+    """Leading tokens that no row trains."""
+    is_trained = (weight_BT != 0).any(0)
+    return int(is_trained.int().argmax()) if bool(is_trained.any()) else weight_BT.shape[1]
+
+
 def _state_bytes(state: ModelState) -> int:
     return sum(x.numel() * x.element_size() for x in state_tensors(state))
 
@@ -347,6 +353,7 @@ def run_step(
         learning_range=options.learning_range,
         num_micro=options.num_micro,
         gather=gather,
+        untrained=[_leading_untrained(batch.weight_BT) for batch in batches] if options.window == 1 else (),
     )
     scale = world_size / plan.total_weight
     max_kept = max(1, options.host_memory_bytes // _state_bytes(engine.zero_state(options.micro_rows)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,8 @@ _RANGES: dict[str, _Rule] = {
     "model.weight_decay": _NOT_NEGATIVE,
     "model.grad_clip": _NOT_NEGATIVE,
     "model.l2wrap": _NOT_NEGATIVE,
+    "model.token_loss_threshold": _NOT_NEGATIVE,
+    "model.token_dropout_rate": _SHARE,
     "data.min_token_size": _AT_LEAST_ONE,
     "data.max_token_size": _ONE_OR_UNLIMITED,
     "data.test_split": _NOT_NEGATIVE,
@@ -149,6 +152,7 @@ def _check_model(model: ModelConfig) -> None:
             "model.ctx_len", "illegal chunk length", found=model.ctx_len, rule="a multiple of 16, at least 16",
             fix=f"nearest is {near}",
         )  # fmt: skip
+    _check_schedules(model)
     if model.head_size < 16 or model.head_size % 16:
         rule = "a multiple of 16, at least 16"
         raise ConfigError("model.head_size", "illegal head size", found=model.head_size, rule=rule)
@@ -167,6 +171,30 @@ def _check_model(model: ModelConfig) -> None:
     for gate, rank in (model.lora_ranks or {}).items():
         if rank < 1:
             raise ConfigError(f"model.lora_ranks.{gate}", "out of range", found=rank, rule="1 or more")
+
+
+def _check_schedules(model: ModelConfig) -> None:
+    pairs = model.ctx_len_schedule or []
+    steps = [pair[0] for pair in pairs if pair]
+    lengths = [pair[-1] for pair in pairs if pair]
+    if any(len(pair) != 2 for pair in pairs) or (pairs and (steps[0] != 0 or not _rises(steps))):
+        rule = "pairs [step, tokens] whose steps rise from 0, such as [[0, 512], [1000, 2048]]"
+        raise ConfigError("model.ctx_len_schedule", "is malformed", found=str(pairs), rule=rule)
+    bad = [length for length in lengths if length % 16 or not 16 <= length <= model.ctx_len]
+    if bad:
+        rule = f"a multiple of 16, at most model.ctx_len {model.ctx_len}"
+        raise ConfigError("model.ctx_len_schedule", "illegal chunk length", found=bad[0], rule=rule)
+    cutoffs, ends = model.ctx_len_cutoffs or [], model.ctx_len_warmup_steps or []
+    if len(cutoffs) != len(ends):
+        problem = f"has {len(cutoffs)} lengths, but model.ctx_len_warmup_steps has {len(ends)} steps"
+        raise ConfigError("model.ctx_len_cutoffs", problem, fix="give one step for each length")
+    for name, values in (("ctx_len_cutoffs", cutoffs), ("ctx_len_warmup_steps", ends)):
+        if values and (values[0] < 1 or not _rises(values)):
+            raise ConfigError(f"model.{name}", "does not rise", found=str(values), rule="rising numbers from 1 on")
+
+
+def _rises(values: list[int]) -> bool:
+    return all(low < high for low, high in pairwise(values))
 
 
 def _check_data(data: DataConfig) -> None:
@@ -219,6 +247,11 @@ def _check_batching(run: RunConfig) -> None:
             found=chunks,
             fix="remove it",
         )
+    if run.model.ctx_len_cutoffs and (batching != "documents" or run.data.packing_enable):
+        raise ConfigError(
+            "model.ctx_len_cutoffs", "acts only with data.batching: documents and without packing",
+            found=str(run.model.ctx_len_cutoffs), fix="remove it",
+        )  # fmt: skip
     if batching != "documents" and run.model.bptt_learning_range != -1:
         raise ConfigError(
             "model.bptt_learning_range", f"acts only with data.batching: documents, not {batching}",

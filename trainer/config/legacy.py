@@ -50,10 +50,6 @@ OLDER_KEYS: dict[str, OlderKey] = {
     "model.layerwise_lr": OlderKey((True, None), "remove it: att.w0 always learns at twice the rate", say=True),
     "model.dropout": OlderKey((0, None), "remove it: this model has no dropout", say=True),
     "model.dim_att": _off("remove it: in RWKV-7 it always equals n_embd", -1, 0),
-    "model.ctx_len_cutoffs": _off("remove it: documents are trained whole, whatever their length"),
-    "model.ctx_len_warmup_steps": _off("remove it: documents are trained whole, whatever their length"),
-    "model.token_loss_threshold": _off("remove it: every token that the data marks as trained is trained", 0),
-    "model.token_dropout_rate": _off("remove it: every token that the data marks as trained is trained", 0),
     "data.autoTokenizer": _off(
         "save the tokenizer to a folder and name it in data.tokenizer", {"kwargs": {}, "props": {}}
     ),

@@ -35,6 +35,12 @@ class ModelConfig:
     """Ranks of the low-rank gates: {w: .., a: .., v: .., g: ..}. Default: the official rule; read from load_model when given."""
     ctx_len: int = 2048
     """Tokens per chunk, a multiple of 16. GPU memory grows with it, document length does not matter. Raise it while memory allows: larger chunks run faster."""
+    ctx_len_schedule: list[list[int]] | None = None
+    """Chunk length by optimizer step: pairs [first step, tokens per chunk], such as [[0, 512], [1000, 2048]]; the last holds to the end. The data of a step stay the same, only how they are cut changes. None above ctx_len. With compile, each new length compiles anew."""
+    ctx_len_cutoffs: list[int] | None = None
+    """documents batching: most tokens of a document that are trained, in the stages that ctx_len_warmup_steps ends. A longer document is cut at a random place: what follows is left out, what comes before builds the state. Rising, such as [4096, 16384]."""
+    ctx_len_warmup_steps: list[int] | None = None
+    """Optimizer steps at which the stages of ctx_len_cutoffs end, such as [500, 2000]: documents are whole from the last one on."""
     bptt_window: BpttWindow = 1
     """How many chunks a gradient may cross: 1 = truncated at each chunk, n = windows of n chunks, `full` = exact through the whole document (or, in stream batching, through the optimizer step). GPU memory is the same for all; `full` costs about one more forward pass."""
     bptt_learning_range: int = -1
@@ -69,6 +75,10 @@ class ModelConfig:
     """Decoupled decay of the large matrices only (emb, head, att.*.weight, ffn.*.weight), times the learning rate. Official: 0.001 (MiniPile) to 0.1 (Pile)."""
     grad_clip: float = 1.0
     """Global L2 norm above which gradients are scaled down; 0 = no clipping. Lower it if the loss spikes."""
+    token_loss_threshold: float = 0.0
+    """Tokens whose loss is below this are not trained, though they count in the reported loss and in what the step's loss is divided by; 0 = train all."""
+    token_dropout_rate: float = 0.0
+    """Share of the trained tokens that are left out, drawn anew each epoch (seeded); 0 = none."""
     l2wrap: float = 1e-4
     """Strength of the pull on the largest logit of each trained token (official 1e-4); 0 = off. Not part of the reported loss."""
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from trainer.config.schema import DataConfig
+from trainer.data.curriculum import Curriculum
 from trainer.data.orders import (
     BatchOrder,
     DocumentOrder,
@@ -38,6 +39,9 @@ from trainer.types import Batch
 __all__ = ["LanePlan", "Lanes", "StepBatch", "ValidationLanes"]
 
 logger = get_logger(__name__)
+
+# Which targets of a document are trained: see `Curriculum.keep`.
+_Keep = Callable[[int, int, int], "NDArray[np.bool_] | None"]
 
 
 class StepBatch:
@@ -111,7 +115,7 @@ class Lanes:
     def __iter__(self) -> Iterator[StepBatch]:
         built = (
             (StepBatch(batches, at.epoch, at.step, self._state_at(after)), after)
-            for batches, at, after in _build_epoch(self._store, self._order, self._position)
+            for batches, at, after in _build_epoch(self._store, self._order, self._position, self.plan.curriculum)
         )
         for step, after in _ahead(built, self._data):
             self._position = after
@@ -174,7 +178,7 @@ class ValidationLanes:
 
     def __init__(self, store: TokenStore, data: DataConfig, plan: LanePlan) -> None:
         self._store, self._data = store, data
-        plan = replace(plan, rows_per_step=plan.world_size * plan.microbatch_size)
+        plan = replace(plan, rows_per_step=plan.world_size * plan.microbatch_size, curriculum=Curriculum())
         self._order = DocumentOrder(store.sizes, plan, shuffle=False)
 
     def __len__(self) -> int:
@@ -184,7 +188,7 @@ class ValidationLanes:
     def __iter__(self) -> Iterator[StepBatch]:
         built = (
             (StepBatch(batches, at.epoch, at.step), after)
-            for batches, at, after in _build_epoch(self._store, self._order, self._order.first())
+            for batches, at, after in _build_epoch(self._store, self._order, self._order.first(), Curriculum())
         )
         for step, _ in _ahead(built, self._data):
             yield step
@@ -244,24 +248,25 @@ def _check_order_settings(saved: object, current: dict[str, object]) -> None:
 
 
 def _build_epoch(
-    store: TokenStore, order: BatchOrder, position: Position
+    store: TokenStore, order: BatchOrder, position: Position, curriculum: Curriculum
 ) -> Iterator[tuple[tuple[Batch, ...], Position, Position]]:
     """The steps from `position` to the end of its epoch, each with its position and the one after it."""
     epoch = position.epoch
     while position.epoch == epoch:
         micro_rows, after = order.step(position)
-        yield tuple(_build_batch(store, micro) for micro in micro_rows), position, after
+        keep = partial(curriculum.keep, epoch)
+        yield tuple(_build_batch(store, micro, keep) for micro in micro_rows), position, after
         position = after
 
 
-def _build_batch(store: TokenStore, micro: MicroRows) -> Batch:
+def _build_batch(store: TokenStore, micro: MicroRows, keep: _Keep) -> Batch:
     lengths = tuple(sum(span.num_targets for span in row) for row in micro.rows)
     shape = (len(lengths), lengths[0])
     ids_BT, targets_BT = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     weight_BT, reset_BT = np.zeros(shape, np.float32), np.zeros(shape, np.bool_)
     group_BT = np.zeros(shape, np.int32)
     for i, row in enumerate(micro.rows):
-        _fill_row(store, row, (ids_BT[i], targets_BT[i], weight_BT[i], reset_BT[i], group_BT[i]))
+        _fill_row(store, row, (ids_BT[i], targets_BT[i], weight_BT[i], reset_BT[i], group_BT[i]), keep)
     return Batch(
         torch.from_numpy(ids_BT),
         torch.from_numpy(targets_BT),
@@ -273,10 +278,10 @@ def _build_batch(store: TokenStore, micro: MicroRows) -> Batch:
     )
 
 
-def _fill_row(store: TokenStore, row: Row, arrays: Sequence[NDArray[Any]]) -> None:
+def _fill_row(store: TokenStore, row: Row, arrays: Sequence[NDArray[Any]], keep: _Keep) -> None:
     ids_T, targets_T, weight_T, reset_T, group_T = arrays
     at = 0
-    for document, start, num in row:
+    for document, start, num, num_untrained in row:
         stop, here = start + num + 1, slice(at, at + num)
         if document is None:
             tokens, mask = store.read_flat(start, stop), None
@@ -287,6 +292,10 @@ def _fill_row(store: TokenStore, row: Row, arrays: Sequence[NDArray[Any]]) -> No
             group_T[here] = group_of(source, position_buckets(start, num))
         ids_T[here], targets_T[here] = tokens[:-1], tokens[1:]
         weight_T[here] = 1 if mask is None else mask
+        weight_T[at : at + num_untrained] = 0
+        is_kept = keep(-1 if document is None else document, start, num)
+        if is_kept is not None:
+            weight_T[here] *= is_kept
         reset_T[at] = document is None or start == 0
         at += num
 

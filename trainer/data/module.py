@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import torch
 
 from trainer.config.schema import RunConfig
+from trainer.data.curriculum import Curriculum
 from trainer.data.lanes import LanePlan, Lanes, StepBatch, ValidationLanes
 from trainer.data.prepare import open_prepared, prepare
 from trainer.data.store import TokenStore
@@ -128,4 +129,5 @@ class LanesDataModule(pl.LightningDataModule):
             microbatch_size=settings.microbatch_size,
             ctx_len=self._run.model.ctx_len,
             seed=settings.deterministic_order_seed,
+            curriculum=Curriculum.from_config(self._run.model, settings.deterministic_order_seed),
         )

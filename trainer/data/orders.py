@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from trainer.data.curriculum import Curriculum
 from trainer.data.packing import PackPlan, pack_documents
 from trainer.data.sampler import epoch_permutation, keyed_permutation, magic_prime, official_offsets
 from trainer.errors import ConfigError, DataError
@@ -61,6 +62,8 @@ class LanePlan:
     """Tokens per chunk."""
     seed: int
     """Seed of the document order."""
+    curriculum: Curriculum = Curriculum()
+    """What steps leave out of their documents."""
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.world_size
@@ -82,6 +85,8 @@ class Span(NamedTuple):
     """First input token."""
     num_targets: int
     """Pairs; reads num_targets + 1 tokens."""
+    num_untrained: int = 0
+    """Leading pairs that only build the state."""
 
 
 Row = tuple[Span, ...]
@@ -213,15 +218,22 @@ class DocumentOrder:
         plan = self._plan
         documents = self._longest_first(self._documents_of_step(position.epoch, position.step))
         group_size = plan.world_size * plan.microbatch_size
+        limit = plan.curriculum.limit(position.epoch * self.steps_per_epoch + position.step)
         micro: list[MicroRows] = []
         for group in range(0, len(documents), group_size):
             start = group + plan.rank * plan.microbatch_size
             rows: list[Row] = [
-                (Span(doc, 0, int(self._sizes[doc]) - 1),)
+                (self._span(doc, limit, position.epoch),)
                 for doc in documents[start : start + plan.microbatch_size].tolist()
             ]
+            rows.sort(key=lambda row: -row[0].num_targets)
             micro.extend(_cut(rows, plan.microbatch_size))
         return tuple(micro), _next_step(position, self.steps_per_epoch)
+
+    def _span(self, document: int, limit: int | None, epoch: int) -> Span:
+        num_targets = int(self._sizes[document]) - 1
+        first, end = self._plan.curriculum.window(num_targets, limit, epoch, document)
+        return Span(document, 0, end, first)
 
     def _documents_of_step(self, epoch: int, step: int) -> IntArray:
         rows, documents = self._plan.rows_per_step, self._documents_of_epoch(epoch)

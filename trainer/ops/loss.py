@@ -67,7 +67,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any,
         hidden_RC: Tensor, head_VC: Tensor, target_R: Tensor, weight_R: Tensor, l2wrap: float, slice_rows: int,
-        total_VC: Tensor | None, groups: GroupSums | None, with_gradient: bool,
+        total_VC: Tensor | None, groups: GroupSums | None, threshold: float, with_gradient: bool,
     ) -> Tensor:  # fmt: skip
         wide = torch.float64 if hidden_RC.dtype == torch.float64 else torch.float32
         weight_R = weight_R.to(wide)
@@ -82,6 +82,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             hidden = hidden_RC[rows]
             logits = F.linear(hidden, head_VC)
             losses_R, d_logits = _slice_loss(logits, target_R[rows], weight_R[rows], l2wrap, need_hidden or need_head)
+            if threshold and with_gradient:
+                d_logits *= (losses_R >= threshold * weight_R[rows])[:, None]
             loss += losses_R.sum()
             if groups is not None:
                 groups.sums_2G[0].index_add_(0, groups.group_R[rows], losses_R.double())
@@ -100,7 +102,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         d_hidden, d_head = ctx.saved_tensors
         d_hidden = None if d_hidden is None else d_hidden * upstream.to(d_hidden.dtype)
         d_head = None if d_head is None else d_head * upstream.to(d_head.dtype)
-        return d_hidden, d_head, None, None, None, None, None, None, None
+        return d_hidden, d_head, None, None, None, None, None, None, None, None
 
 
 def _add_outer(total_VC: Tensor, d_logits_RV: Tensor, hidden_RC: Tensor) -> None:
@@ -125,6 +127,7 @@ def linear_cross_entropy(
     slice_rows: int = 4096,
     head_total_VC: Tensor | None = None,
     groups: GroupSums | None = None,
+    threshold: float = 0.0,
 ) -> Tensor:
     """Weighted sum of cross-entropies of `hidden @ head^T`, with L2Wrap in the gradient only.
 
@@ -137,11 +140,21 @@ def linear_cross_entropy(
         slice_rows: rows of logits that exist at one time.
         head_total_VC: if given, the gradient of `head_VC` is added to it here, in its dtype, instead of in the
             backward pass. Only for a loss whose backward follows with an upstream gradient of 1.
+        threshold: rows whose cross-entropy is below have no gradient; their loss counts all the same.
         groups: where losses and weights are summed by group, besides the loss itself.
 
     Returns:
         float32 scalar (float64 for float64 inputs), differentiable in `hidden_RC` and `head_VC`.
     """
     return _LinearCrossEntropy.apply(  # type: ignore[no-any-return, no-untyped-call]
-        hidden_RC, head_VC, target_R, weight_R, l2wrap, slice_rows, head_total_VC, groups, torch.is_grad_enabled()
+        hidden_RC,
+        head_VC,
+        target_R,
+        weight_R,
+        l2wrap,
+        slice_rows,
+        head_total_VC,
+        groups,
+        threshold,
+        torch.is_grad_enabled(),
     )

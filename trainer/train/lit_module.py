@@ -27,7 +27,7 @@ from trainer.train.bad_steps import SkippedSteps, run_twice
 from trainer.train.lane_states import LaneStates
 from trainer.train.local_engine import LocalEngine, chunk_loss
 from trainer.train.optim import MasterAdamW, clip_by_global_norm, parameter_groups
-from trainer.train.schedule import Position, Schedule
+from trainer.train.schedule import Position, Schedule, chunk_length
 from trainer.train.strategy import (
     DeepSpeedChunks,
     average_over_ranks,
@@ -52,19 +52,22 @@ class LitRWKV7(pl.LightningModule):
         run: all settings.
         shape: sizes of the model, as `trainer.train.run.resolve_shape` finds them.
         max_tokens: tokens of the whole run, for the schedule and the time left; -1 = not known.
+        max_steps: optimizer steps of the whole run, for the same; -1 = not known.
     """
 
-    def __init__(self, run: RunConfig, shape: ModelShape, *, max_tokens: int = -1) -> None:
+    def __init__(self, run: RunConfig, shape: ModelShape, *, max_tokens: int = -1, max_steps: int = -1) -> None:
         super().__init__()
         self.run, self.shape = run, shape
         self.automatic_optimization = False
-        self.schedule = Schedule.from_config(run.model, max_tokens=max_tokens, max_steps=run.max_steps)
+        self.schedule = Schedule.from_config(run.model, max_tokens=max_tokens, max_steps=max_steps)
         self.progress: dict[str, int] = {
             "tokens": 0,
             "samples": 0,
             "tokens_at_warmup_end": 0,
             "skipped_steps": 0,
         }
+        self.chunk_tokens = chunk_length(run.model, 0)
+        """Tokens per chunk of the current step."""
         self.data_position: dict[str, Any] | None = None
         self.lanes = LaneStates()
         self.bad_gradient = torch.zeros(())
@@ -97,7 +100,7 @@ class LitRWKV7(pl.LightningModule):
         on_gpu = self.trainer.strategy.root_device.type == "cuda"
         suits = on_gpu and self.run.precision.startswith("bf16") and not self.run.strategy.startswith("deepspeed")
         is_on = wanted == "on" or (wanted == "auto" and suits)
-        return self.run.model.ctx_len if is_on else 0
+        return self.chunk_tokens if is_on else 0
 
     def initial_weights(self) -> dict[str, Tensor]:
         """Weights the run starts from, by official name, before rounding to the training dtype."""
@@ -170,7 +173,7 @@ class LitRWKV7(pl.LightningModule):
         rows = trainer.target_batch_size
         per_rank = trainer.microbatch_size if rows < 0 else -(-rows // self.trainer.world_size)
         return StepOptions(
-            ctx_len=model.ctx_len,
+            ctx_len=self.chunk_tokens,
             window=model.bptt_window,
             learning_range=model.bptt_learning_range,
             host_memory_bytes=int(model.bptt_host_memory_gib * 2**30),
@@ -180,6 +183,7 @@ class LitRWKV7(pl.LightningModule):
 
     def training_step(self, batch: StepBatch, batch_idx: int) -> None:
         """Gradients of all chunks, checks, clipping, update, metrics."""
+        self._use_chunk_length(chunk_length(self.run.model, self.global_step))
         optimizer = self.optimizers()
         assert not isinstance(optimizer, list)
         lr = self.schedule.lr(self.position)
@@ -204,6 +208,19 @@ class LitRWKV7(pl.LightningModule):
         self.loss_sums("train").end_step(result.total_weight / self.trainer.world_size)
         self._count(tokens, samples, batch.position)
         self._log_step(loss, norm, lr, result)
+
+    def _use_chunk_length(self, num_tokens: int) -> None:
+        """Cut documents into chunks of this length from this step on."""
+        if num_tokens == self.chunk_tokens:
+            return
+        self.chunk_tokens = num_tokens
+        is_compiled = self.model.compiled_tokens > 0
+        anew = ": full chunks of a new length are compiled anew" if is_compiled else ""
+        _logger.info("step=%d ctx_len=%d%s", self.global_step + 1, num_tokens, anew)
+        if is_compiled:
+            self.model.compiled_tokens = num_tokens
+        if isinstance(self._engine, LocalEngine):
+            self._engine.use_chunks_of(num_tokens)
 
     def _run_chunks(self, batch: StepBatch) -> StepResult:
         """Gradients of all chunks, and what else they leave."""
@@ -334,7 +351,7 @@ class LitRWKV7(pl.LightningModule):
     @torch.no_grad()
     def _first_bad_layer(self, batch: StepBatch, micro: int, chunk: int) -> str:
         """Replay the rows up to the bad chunk and watch every block."""
-        rows, ctx_len = batch.microbatches[micro], self.run.model.ctx_len
+        rows, ctx_len = batch.microbatches[micro], self.chunk_tokens
         state = self.lanes.get(rows.lane_ids) or self.engine().zero_state(len(rows.lengths))
         found: list[str] = []
         watched = [

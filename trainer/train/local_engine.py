@@ -46,6 +46,7 @@ def chunk_loss(
         settings.loss_chunk_rows,
         head_total,
         groups,
+        settings.token_loss_threshold,
     )
     return loss, state
 
@@ -99,10 +100,16 @@ class LocalEngine(EagerEngine):
     """
 
     def __init__(self, model: RWKV7, settings: ModelConfig, *, graphs: bool) -> None:
-        self.model, self.settings, self.graphs = model, settings, graphs
+        self.model, self.settings, self.graphs, self.chunk_tokens = model, settings, graphs, settings.ctx_len
         self._seen: dict[_Form, int] = {}
         self._captured: dict[_Form, _Captured] = {}
         self._pool: Any = None
+
+    def use_chunks_of(self, num_tokens: int) -> None:
+        """Full chunks have this length from now on; graphs of another one are dropped."""
+        self.chunk_tokens = num_tokens
+        self._captured.clear()
+        self._seen.clear()
 
     def zero_state(self, rows: int) -> ModelState:
         """See `Engine`."""
@@ -140,7 +147,7 @@ class LocalEngine(EagerEngine):
 
     def _is_due(self, form: _Form, chunk: ChunkInput) -> bool:
         """Whether this chunk runs as a graph: a full one, of a form that has run eagerly before."""
-        if not self.graphs or not chunk.ids_BT.is_cuda or form.shape[1] != self.settings.ctx_len:
+        if not self.graphs or not chunk.ids_BT.is_cuda or form.shape[1] != self.chunk_tokens:
             return False
         self._seen[form] = self._seen.get(form, 0) + 1
         return self._seen[form] > _EAGER_RUNS

@@ -191,13 +191,19 @@ def _check_fits(run: RunConfig, shape: ModelShape, folder: Path) -> None:
         raise ConfigError("trainer.strategy", problem, found=run.strategy, rule=old, fix=fix)
 
 
-def _max_tokens(run: RunConfig, tokens_per_epoch: int) -> int:
-    """Tokens of the whole run, by trainer.max_tokens and the number of epochs."""
-    limits = [run.trainer.max_tokens] if run.trainer.max_tokens > 0 else []
+def _run_length(run: RunConfig, tokens_per_epoch: int, steps_per_epoch: int) -> tuple[int, int]:
+    """Tokens and optimizer steps of the whole run, by its limits and the number of epochs; -1 = not limited by them.
+
+    Where steps leave out parts of their documents, an epoch is counted in steps.
+    """
     epochs = run.max_epochs if run.max_epochs is not None else (1 if _is_unlimited(run) else -1)
-    if epochs > 0:
-        limits.append(epochs * tokens_per_epoch)
-    return min(limits, default=-1)
+    tokens = [run.trainer.max_tokens] if run.trainer.max_tokens > 0 else []
+    steps = [run.max_steps] if run.max_steps > 0 else []
+    if epochs > 0 and run.model.ctx_len_cutoffs:
+        steps.append(epochs * steps_per_epoch)
+    elif epochs > 0:
+        tokens.append(epochs * tokens_per_epoch)
+    return min(tokens, default=-1), min(steps, default=-1)
 
 
 def _quiet_lightning() -> None:
@@ -277,7 +283,8 @@ def _fit(
     data.setup("fit")
     data.trainer = trainer
     lanes = data.train_dataloader()
-    module = LitRWKV7(run, shape, max_tokens=_max_tokens(run, lanes.total_trained_tokens))
+    max_tokens, max_steps = _run_length(run, lanes.total_trained_tokens, len(lanes))
+    module = LitRWKV7(run, shape, max_tokens=max_tokens, max_steps=max_steps)
     _say_plan(run, shape, trainer)
     if resumed_from is not None:
         _check_fits(run, shape, resumed_from)

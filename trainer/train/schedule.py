@@ -1,4 +1,4 @@
-"""Learning rate as a pure function of how far a run has come."""
+"""Learning rate and chunk length as pure functions of how far a run has come."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from dataclasses import dataclass
 
 from trainer.config.schema import ModelConfig
 
-__all__ = ["Position", "Schedule"]
+__all__ = ["Position", "Schedule", "chunk_length"]
+
+
+def chunk_length(model: ModelConfig, step: int) -> int:
+    """Tokens per chunk when `step` optimizer steps are done."""
+    begun = [tokens for first, tokens in model.ctx_len_schedule or () if first <= step]
+    return begun[-1] if begun else model.ctx_len
 
 
 @dataclass(frozen=True)
