@@ -67,9 +67,10 @@ test-gpu: $(DEV_STAMP) ## parity on a CUDA device
 kernels: $(RUN_STAMP) ## build the CUDA kernels ahead of time, for ARCHS
 	$(PY) -m trainer.ops.wkv7.build --arch $(ARCHS)
 
-configs: $(DEV_STAMP) ## write the generated example config and the settings page anew
+configs: $(DEV_STAMP) ## write the generated configs, pages and tables anew
 	$(PY) -m trainer.config.examples
 	$(PY) -m trainer.data.recipes
+	$(PY) -m tests.reliability.matrix
 
 clean: ## remove what runs and tests left; keeps .venv
 	rm -rf runs build .pytest_cache .mypy_cache .ruff_cache .hypothesis lightning_logs

@@ -111,6 +111,7 @@ def error_of(capsys, *argv, code=2):
     ],
     ids=lambda value: value[1].strip().replace("\n", " ") if isinstance(value, tuple) else "",
 )
+@pytest.mark.promise(19)
 def test_bad_config_is_one_line_with_its_place(folder, calls, capsys, change, parts):
     assert change[0] in BASE
     (folder / "base.yaml").write_text(BASE.replace(*change, 1))
@@ -158,6 +159,7 @@ def test_bad_config_is_one_line_with_its_place(folder, calls, capsys, change, pa
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
+@pytest.mark.promise(19)
 def test_bad_command_line_is_one_line(folder, calls, capsys, monkeypatch, argv, parts):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     message = error_of(capsys, *argv)
@@ -165,6 +167,7 @@ def test_bad_command_line_is_one_line(folder, calls, capsys, monkeypatch, argv, 
     assert calls == []
 
 
+@pytest.mark.fault(66)
 def test_secrets_in_class_arguments_are_masked(folder, capsys):
     (folder / "more.yaml").write_text(
         "trainer: {logger: {class_path: WandbLogger, init_args: {api_key: CANARY, proj: x}}}"
@@ -273,6 +276,7 @@ def test_environment_of_the_older_trainer(folder, monkeypatch):
     assert parse_run_config(["base.yaml", "--model.kernel=reference"]).model.kernel == "reference"
 
 
+@pytest.mark.fault(71)
 def test_texts_survive_whatever_characters_they_hold(folder):
     params = {"a": "x 😀 \u2028 \x7f \t", "b": "1e-3", "c": "on", "d": ["yes", None, 1.5]}
     text = '{a: "x 😀 \\u2028 \\x7f \\t", b: "1e-3", c: on, d: [yes, null, 1.5]}'
@@ -417,6 +421,7 @@ def test_reading_the_config_layer_needs_neither_torch_nor_lightning():
 
 
 @pytest.mark.parametrize("option", ["--model.ctx_lne=64", "--model.ctx_len=abc", "--sed=1", "--config=missing.yaml"])
+@pytest.mark.promise(19)
 def test_most_mistakes_are_found_before_anything_heavy_is_imported(folder, option):
     code = (
         "import sys; from trainer.cli import main; main(sys.argv[1:]); print({'torch', 'lightning'} & set(sys.modules))"

@@ -201,6 +201,7 @@ def test_learning_range_trains_only_the_last_chunks(model, learning_range):
     assert result.total_weight == weight.sum()
 
 
+@pytest.mark.fault(44)
 def test_masked_step_is_finite_and_zero(model):
     batch = make_batch([40])
     loss, grads, _ = gradients(model, [batch._replace(weight_BT=torch.zeros_like(batch.weight_BT))], options())
@@ -262,6 +263,7 @@ def test_only_the_last_backward_ends_the_step(model):
     assert engine.last_flags == [False] * (4 + 5 - 1) + [True]
 
 
+@pytest.mark.fault(48)
 def test_ranks_agree_on_the_plan():
     lengths = [[[100, 30]], [[10], [5]]]
     messages: list[list[float]] = []

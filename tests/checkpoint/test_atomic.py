@@ -73,6 +73,7 @@ def run_and_die(action):
         ("pruning", 3),
     ],
 )
+@pytest.mark.fault(4, 5, 6, 7, 8, 9, 10)
 def test_kill_at_any_point_leaves_a_valid_newest(tmp_path, point, newest):
     for step in (1, 2):
         write_checkpoint(tmp_path, step, payload(step))
@@ -92,6 +93,7 @@ def test_kill_at_any_point_leaves_a_valid_newest(tmp_path, point, newest):
 
 
 @pytest.mark.parametrize(("point", "value"), [("replacing", 1), ("renamed", 2)])
+@pytest.mark.fault(9)
 def test_kill_while_replacing_the_same_step_loses_nothing(tmp_path, point, value):
     write_checkpoint(tmp_path, 7, payload(1))
 
@@ -116,6 +118,7 @@ def test_same_step_is_replaced(tmp_path):
 
 @pytest.mark.parametrize("point", ["mkdir", "half", "written", "fsynced", "manifest"])
 @pytest.mark.parametrize("action", ["enospc", "eio"])
+@pytest.mark.fault(18, 19)
 def test_failed_write_is_explained_and_leaves_older_ones_untouched(tmp_path, point, action):
     write_checkpoint(tmp_path, 1, payload(1))
     before = digests(tmp_path)
@@ -129,6 +132,7 @@ def test_failed_write_is_explained_and_leaves_older_ones_untouched(tmp_path, poi
     assert digests(tmp_path) == before
 
 
+@pytest.mark.fault(18)
 def test_file_size_limit_stops_the_write_and_leaves_older_ones(tmp_path):
     write_checkpoint(tmp_path, 1, payload(1))
     before = digests(tmp_path)
@@ -150,6 +154,7 @@ def test_too_little_room_is_seen_before_anything_is_written(tmp_path):
         prepare_directory(tmp_path / "new", 1 << 60)
 
 
+@pytest.mark.fault(11)
 def test_everything_is_on_the_disk_before_the_rename(tmp_path, monkeypatch):
     events = []
     real_fsync, real_rename = os.fsync, Path.rename
@@ -180,6 +185,7 @@ def test_everything_is_on_the_disk_before_the_rename(tmp_path, monkeypatch):
     assert ("fsync", tmp_path) in events[rename_at:]
 
 
+@pytest.mark.fault(20, 21)
 def test_temporary_directory_of_the_system_is_not_used(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", "/nonexistent")
     monkeypatch.setattr(tempfile, "tempdir", None)
@@ -220,6 +226,7 @@ def test_several_writers_share_one_folder(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["step-2"]
 
 
+@pytest.mark.fault(23)
 def test_deleted_folder_is_an_error_that_names_it(tmp_path):
     directory = tmp_path / "run"
     directory.mkdir()
@@ -248,6 +255,7 @@ def read_only_folder():
     shutil.rmtree(base)
 
 
+@pytest.mark.fault(22)
 def test_read_only_folder_is_refused_at_the_start(read_only_folder):
     with pytest.raises(StorageError, match=r"read-only: cannot write: Permission denied .free"):
         prepare_directory(read_only_folder)

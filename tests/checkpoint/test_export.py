@@ -60,6 +60,7 @@ def test_pth_has_the_official_layout(tmp_path, weights, dtype, torch_dtype):
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.promise(21)
 def test_safetensors_holds_the_bits_of_the_pth(tmp_path, weights, dtype):
     save_weights(weights, tmp_path / "x.pth", dtype)
     save_weights(weights, tmp_path / "x.safetensors", dtype)
@@ -112,6 +113,7 @@ def test_corrupt_newest_is_passed_over(run_folder, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["x.pth", "x.safetensors"])
+@pytest.mark.fault(72)
 def test_full_disk_leaves_the_old_file(tmp_path, weights, name):
     save_weights(weights, tmp_path / name)
     before = (tmp_path / name).read_bytes()
@@ -127,6 +129,7 @@ def test_full_disk_leaves_the_old_file(tmp_path, weights, name):
     assert os.listdir(tmp_path) == [name]
 
 
+@pytest.mark.fault(72)
 def test_interrupted_export_leaves_no_output(tmp_path, weights):
     pid = os.fork()
     if pid == 0:
@@ -167,6 +170,7 @@ def test_export_programme_with_bad_input_leaves_no_file(tmp_path):
     assert os.listdir(tmp_path) == ["resume_all_bad"]
 
 
+@pytest.mark.fault(72)
 def test_export_programme_to_a_full_device_is_a_storage_error(run_folder):
     done = programme("export_checkpoint.py", run_folder / "step-2", "/dev/full", cwd=run_folder)
     assert done.returncode == 4

@@ -47,6 +47,7 @@ def rewrite_manifest(folder, change):
     path.write_text(json.dumps(manifest))
 
 
+@pytest.mark.fault(30)
 def test_newest_is_chosen_by_number(run):
     shutil.copytree(run / "step-10", run / "step-9")
     rewrite_manifest(run / "step-9", lambda manifest: manifest.update(step=9))
@@ -62,6 +63,7 @@ def test_nothing_to_resume_is_no_error(tmp_path):
     assert newest_valid(tmp_path / "missing") == (None, [])
 
 
+@pytest.mark.fault(25)
 def test_falls_back_and_says_why(run, log):
     (run / "step-20" / "model.safetensors").write_bytes(b"short")
     found, rejected = newest_valid(run)
@@ -72,6 +74,7 @@ def test_falls_back_and_says_why(run, log):
     assert "step-10" in log.text
 
 
+@pytest.mark.fault(29)
 def test_foreign_files_are_mentioned_and_not_taken(run, log):
     (run / "rwkv-99.pth").write_bytes(b"x")
     (run / "step-30.tmp").mkdir()
@@ -82,6 +85,7 @@ def test_foreign_files_are_mentioned_and_not_taken(run, log):
     assert "step-30.tmp" in log.text
 
 
+@pytest.mark.fault(31)
 def test_none_valid_is_an_error_of_its_own(run):
     for step in (10, 20):
         (run / f"step-{step}" / MANIFEST_NAME).unlink()
@@ -94,6 +98,7 @@ def test_none_valid_is_an_error_of_its_own(run):
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "trainer.json", MANIFEST_NAME])
 @pytest.mark.parametrize("tenth", range(10))
+@pytest.mark.fault(25, 26)
 def test_newest_cut_or_altered_anywhere_is_rejected(run, name, tenth):
     path = run / "step-20" / name
     content = path.read_bytes()
@@ -122,6 +127,7 @@ def test_newest_cut_or_altered_anywhere_is_rejected(run, name, tenth):
         (lambda manifest: manifest["files"].update({"gone": {"bytes": 1, "sha256": ""}}), "gone: missing"),
     ],
 )
+@pytest.mark.fault(27)
 def test_manifest_of_another_kind_is_rejected(run, change, reason):
     rewrite_manifest(run / "step-20", change)
     found, rejected = newest_valid(run)
@@ -129,12 +135,14 @@ def test_manifest_of_another_kind_is_rejected(run, change, reason):
     assert reason in rejected[0].reason
 
 
+@pytest.mark.fault(27)
 def test_manifest_that_is_no_table_is_rejected(run):
     (run / "step-20" / MANIFEST_NAME).write_text("[1]")
     with pytest.raises(CheckpointError, match="format 'list' instead of 1"):
         read_manifest(run / "step-20")
 
 
+@pytest.mark.fault(24)
 def test_read_error_rejects_only_that_checkpoint(run, monkeypatch):
     real = hashlib.file_digest
 
@@ -149,6 +157,7 @@ def test_read_error_rejects_only_that_checkpoint(run, monkeypatch):
     assert "Input/output error" in rejected[0].reason
 
 
+@pytest.mark.promise(3)
 def test_explicit_path_must_exist_and_be_whole(run):
     with pytest.raises(CheckpointError, match="/nonexistent/last.ckpt: no such checkpoint") as caught:
         resolve_resume("/nonexistent/last.ckpt", run)

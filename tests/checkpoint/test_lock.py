@@ -35,6 +35,7 @@ def kill(pid):
     os.waitpid(pid, 0)
 
 
+@pytest.mark.fault(58)
 def test_second_run_is_refused_and_told_the_owner(tmp_path):
     pid = fork_holder(tmp_path)
     try:
@@ -45,6 +46,7 @@ def test_second_run_is_refused_and_told_the_owner(tmp_path):
         kill(pid)
 
 
+@pytest.mark.fault(58)
 def test_lock_of_a_killed_run_is_taken_over(tmp_path):
     kill(fork_holder(tmp_path))
     with RunLock(tmp_path):
@@ -52,6 +54,7 @@ def test_lock_of_a_killed_run_is_taken_over(tmp_path):
     assert (tmp_path / LOCK_NAME).read_text() == ""
 
 
+@pytest.mark.fault(58)
 def test_surviving_child_of_a_killed_run_does_not_hold_the_lock(tmp_path):
     def spawn_child():
         if os.fork() == 0:

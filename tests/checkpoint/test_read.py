@@ -57,6 +57,7 @@ def test_safetensors_file_is_read(stored):
     assert peek_shape(Path("x.safetensors")) == GOOD_SHAPE
 
 
+@pytest.mark.promise(6)
 def test_truncated_file_is_named_with_its_size():
     Path("truncated.pth").write_bytes(GOOD.read_bytes()[:311603])
     with pytest.raises(CheckpointError, match=r"truncated.pth: truncated.*311603 bytes"):
@@ -72,12 +73,14 @@ def test_empty_file_is_called_empty(name):
         read_weights(Path(name))
 
 
+@pytest.mark.fault(26)
 def test_one_flipped_bit_is_seen():
     with pytest.raises(CheckpointError, match=r"bitflip.pth: checksum differs"):
         read_weights(CKPT / "bitflip.pth")
 
 
 @pytest.mark.parametrize("part", ["start", "end", "anywhere"])
+@pytest.mark.fault(26)
 def test_altered_bytes_never_load_as_other_weights(stored, part):
     content = GOOD.read_bytes()
     first, last = {"start": (0, 12000), "end": (len(content) - 9000, len(content))}.get(part, (0, len(content)))
@@ -100,6 +103,7 @@ def test_altered_bytes_never_load_as_other_weights(stored, part):
     ("name", "mention"),
     [("hostile_pickle_zip.pth", "asks to run posix.mkdir"), ("hostile_pickle_raw.pth", "could run code")],
 )
+@pytest.mark.fault(56)
 def test_hostile_files_run_nothing(name, mention):
     for read in (read_weights, peek_shape):
         with pytest.raises(CheckpointError, match=f"{name}.*{mention}"):
@@ -107,6 +111,7 @@ def test_hostile_files_run_nothing(name, mention):
     assert os.listdir() == []
 
 
+@pytest.mark.fault(56)
 def test_zip_named_safetensors_is_never_unpickled():
     shutil.copy(CKPT / "hostile_pickle_zip.pth", "x.safetensors")
     with pytest.raises(CheckpointError, match=r"x.safetensors: this is a .pth"):
@@ -147,12 +152,14 @@ def test_truncated_safetensors_is_refused(stored):
             read_weights(Path("x.safetensors"))
 
 
+@pytest.mark.fault(57)
 def test_huge_safetensors_header_is_refused():
     Path("x.safetensors").write_bytes((1 << 60).to_bytes(8, "little") + b"{}")
     with pytest.raises(CheckpointError, match="not a valid safetensors file"):
         read_weights(Path("x.safetensors"))
 
 
+@pytest.mark.fault(57)
 def test_shape_bomb_is_refused_without_allocating(stored):
     stored["emb.weight"] = torch.zeros(1, dtype=torch.bfloat16).expand(10**9, 64)
     path = saved(stored)
@@ -185,6 +192,7 @@ def test_file_written_without_checksums_is_read(stored):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.fault(43)
 def test_non_finite_weights_are_refused_by_name(stored, value):
     stored["blocks.1.att.key.weight"][3, 5] = value
     with pytest.raises(CheckpointError, match=r"x.pth: blocks.1.att.key.weight holds NaN or infinite"):
@@ -265,6 +273,7 @@ def test_folder_without_weights_is_refused(tmp_path):
         read_weights(folder)
 
 
+@pytest.mark.fault(56)
 def test_foreign_deepspeed_folder_is_refused_unless_trusted(tmp_path):
     (tmp_path / "x.ckpt").mkdir()
     (tmp_path / "x.ckpt" / "latest").write_text("checkpoint")
@@ -273,6 +282,7 @@ def test_foreign_deepspeed_folder_is_refused_unless_trusted(tmp_path):
             read(tmp_path / "x.ckpt")
 
 
+@pytest.mark.promise(7)
 def test_unsafe_ways_of_loading_are_nowhere_in_the_package():
     package = Path(__file__).parents[2] / "trainer"
     forbidden = ("weights_only=" + "False", "pickle." + "load", "yaml." + "load(", "trust_remote_code=" + "True")

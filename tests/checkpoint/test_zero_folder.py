@@ -79,6 +79,7 @@ def run_python(arguments):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.promise(21)
 def test_export_merges_the_shards(tmp_path, stage):
     with atomic_folder(tmp_path / "step-1", {"step": 1}) as temp:
         run_python(["-c", WRITER, stage, temp, tmp_path / "expected.safetensors"])

@@ -132,6 +132,7 @@ def test_writer_names_the_folder_that_cannot_be_written(tmp_path):
         ("only_idx", ["only_idx.bin", "does not exist"]),  # B14
     ],
 )
+@pytest.mark.fault(50)
 def test_bad_pairs_are_named_in_one_line(name, words):
     with pytest.raises(TrainerError) as caught:
         check_token_ids(BinIdx(BAD / name), 512)
@@ -177,6 +178,7 @@ def test_odd_byte_at_the_end_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("change", ["shrink", "grow", "remove"])
+@pytest.mark.fault(53)
 def test_change_of_the_file_while_in_use_is_an_error(change, tmp_path):
     store = BinIdx(copy_pair("sample", tmp_path))
     path = tmp_path / "sample.bin"
@@ -189,6 +191,7 @@ def test_change_of_the_file_while_in_use_is_an_error(change, tmp_path):
         store.read(9, 0, 4)
 
 
+@pytest.mark.fault(50)
 def test_check_token_ids_accepts_all_rows_and_is_exact_at_the_edge():
     store = BinIdx(VECTORS / "mini_i32")
     check_token_ids(store, 70001)

@@ -78,6 +78,7 @@ def test_saved_folder_is_an_ordinary_data_set(data):
 
 
 @pytest.mark.parametrize("tokenizer", ["world", "byte"])
+@pytest.mark.promise(14)
 def test_unicode_garbage_survives(tokenizer, tmp_path):  # D12
     source = FIXTURES / "bad" / "unicode_garbage.jsonl"
     data = DataConfig(data_path=str(tmp_path / "p"), source=str(source), tokenizer=tokenizer, test_split=0)
@@ -88,6 +89,7 @@ def test_unicode_garbage_survives(tokenizer, tmp_path):  # D12
     assert validation is None
 
 
+@pytest.mark.fault(47)
 def test_empty_documents_are_counted(tmp_path, caplog):  # D14
     source = FIXTURES / "bad" / "empty_docs.jsonl"
     with caplog.at_level("INFO"):
@@ -97,6 +99,7 @@ def test_empty_documents_are_counted(tmp_path, caplog):  # D14
     assert summary.counts["documents"] == 1
 
 
+@pytest.mark.fault(47)
 def test_one_token_documents_stay(tmp_path):  # D15
     source = FIXTURES / "bad" / "one_token_docs.jsonl"
     summary = prepare.prepare(DataConfig(data_path=str(tmp_path / "p"), source=str(source), tokenizer="byte"))
@@ -262,6 +265,7 @@ def test_folder_that_cannot_be_written(data):  # A10
     assert caught.value.exit_code == 4
 
 
+@pytest.mark.promise(5)
 def test_full_disk_is_named_and_leaves_the_old_data_set(data, tmp_path, monkeypatch):
     prepare.prepare(data)
 
@@ -283,6 +287,7 @@ def test_folder_of_someone_else_is_left_alone(data, tmp_path):
     assert (tmp_path / "prepared" / "thesis.tex").read_text() == "years of work"
 
 
+@pytest.mark.fault(53)
 def test_source_that_changes_while_it_is_read(data, monkeypatch):
     encode_records = prepare.encode_records
 
@@ -307,6 +312,7 @@ def damage_train(folder, how):
 
 
 @pytest.mark.parametrize("how", ["flip", "truncate"])
+@pytest.mark.fault(52)
 def test_damaged_data_set_is_refused_and_rebuilt(how, data, tmp_path):
     prepare.prepare(data)
     damage_train(tmp_path / "prepared", how)
@@ -406,6 +412,7 @@ def test_official_windows_see_the_whole_stream():
         prepare.prepare(data, vocab_size=1000)
 
 
+@pytest.mark.fault(55)
 def test_two_at_once_build_once(data):
     summaries = []
     threads = [threading.Thread(target=lambda: summaries.append(prepare.prepare(data))) for _ in range(3)]
@@ -426,6 +433,7 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("has_old", [False, True])
 @pytest.mark.parametrize("point", POINTS)
+@pytest.mark.fault(54)
 def test_interrupted_build_is_never_half_used(point, has_old, data, tmp_path, monkeypatch):
     if has_old:
         prepare.prepare(with_(data, tokenizer="world"))
@@ -456,6 +464,7 @@ prepare.prepare(DataConfig(data_path=sys.argv[2], source=sys.argv[3], tokenizer=
 
 
 @pytest.mark.slow
+@pytest.mark.fault(54)
 def test_kill_9_at_five_points(data, tmp_path):
     for point in [*POINTS, ""]:
         command = [sys.executable, "-c", KILLED_BUILD, point, data.data_path, data.source]
@@ -467,6 +476,7 @@ def test_kill_9_at_five_points(data, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.fault(55)
 def test_two_processes_at_once(data):
     command = [sys.executable, "-c", KILLED_BUILD, "", data.data_path, data.source]
     both = [subprocess.Popen(command, cwd=REPOSITORY) for _ in range(2)]

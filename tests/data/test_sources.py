@@ -67,6 +67,7 @@ def bad_json(name):
         ("html_instead_of_data.jsonl", ["line 1 is not valid JSON"]),  # D22
     ],
 )
+@pytest.mark.fault(51)
 def test_bad_json_lines_are_named(name, words, tmp_path):
     for settings in (bad_json(name), {"source": str(BAD / name)}):
         with pytest.raises(DataError) as caught:
@@ -85,6 +86,7 @@ def test_bad_json_lines_are_named(name, words, tmp_path):
         ("flipped_bytes.arrow", ["damaged", "100 rows"]),  # D20
     ],
 )
+@pytest.mark.fault(52)
 def test_bad_binary_files_are_named(name, words, tmp_path):
     with pytest.raises(DataError) as caught:
         texts_of(tmp_path / "w", source=str(BAD / name))
@@ -104,6 +106,7 @@ def test_bad_binary_files_are_named(name, words, tmp_path):
         ("one_token_docs.jsonl", 8),  # D15
     ],
 )
+@pytest.mark.fault(51)
 def test_odd_but_good_json_lines_are_read(name, count, tmp_path):
     texts = texts_of(tmp_path / "w", **bad_json(name))
     lines = [line for line in (BAD / name).read_text("utf-8-sig").splitlines() if line.strip()]
@@ -141,6 +144,7 @@ def test_other_columns_may_be_of_any_kind(tmp_path):
         ("text", "line 2 is a text"),
     ],
 )
+@pytest.mark.fault(51)
 def test_rows_without_a_text_are_named(record, words, tmp_path):
     path = write_lines(tmp_path / "x.jsonl", [{"text": "fine"}, record, {"text": "fine"}])
     with pytest.raises(DataError, match=words) as caught:
@@ -239,6 +243,7 @@ def test_parquet_files(tmp_path):
         texts_of(tmp_path / "w", source=str(tmp_path / "3.parquet"))
 
 
+@pytest.mark.fault(52)
 def test_parquet_with_flipped_bytes_is_refused(tmp_path):
     path = tmp_path / "x.parquet"
     pq.write_table(pa.table({"text": [f"document {i}" for i in range(500)]}), path, write_page_checksum=True)

@@ -91,6 +91,7 @@ def test_columns_of_the_wrong_kind(columns, words, tmp_path):
     assert "data-00000-of-00001.arrow" in str(caught.value)
 
 
+@pytest.mark.fault(52)
 def test_damaged_stream_is_never_read_in_part(tmp_path):
     folder = save(tmp_path / "x", {"input_ids": [[i, 0] for i in range(5000)]})
     path = next(folder.glob("*.arrow"))
@@ -123,6 +124,7 @@ def test_open_store_finds_out_what_is_there(tmp_path):
         open_store(tmp_path)
 
 
+@pytest.mark.fault(50)
 def test_token_ids_are_checked_in_every_file(tmp_path):
     rows = [[1, 2, 0]] * 700 + [[1, 77, 0]] + [[1, 2, 0]] * 700
     datasets.Dataset.from_dict({"input_ids": rows}).save_to_disk(tmp_path / "x", num_shards=2)

@@ -68,6 +68,7 @@ def test_golden_bytes(case, world):
     assert world.decode(case["ids"]) == content.decode("utf-8", errors="replace")
 
 
+@pytest.mark.promise(14)
 def test_two_thousand_random_texts_round_trip(world, oracle):
     byte = ByteTokenizer()
     for text in random_texts(2000):
@@ -77,6 +78,7 @@ def test_two_thousand_random_texts_round_trip(world, oracle):
         assert byte.decode(byte.encode(text)) == text
 
 
+@pytest.mark.promise(14)
 def test_all_one_and_two_byte_inputs(world):
     singles = [bytes([a]) for a in range(256)]
     for content in singles + [a + b for a, b in itertools.product(singles, singles)]:
@@ -102,6 +104,7 @@ def test_long_texts_are_encoded_in_pieces_with_the_same_ids(world):
 
 
 @pytest.mark.parametrize("name", ["world", "byte"])
+@pytest.mark.promise(14)
 def test_lone_surrogates_are_refused(name):
     with pytest.raises(DataError, match="character 2 is a lone surrogate.*U\\+D83D"):
         get_tokenizer(name).encode("ab\ud83dc")

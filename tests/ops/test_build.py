@@ -71,6 +71,7 @@ def test_damaged_library_is_compiled_again(fake_nvcc: Path, damage: str) -> None
 
 
 @pytest.mark.usefixtures("fake_nvcc")
+@pytest.mark.fault(59)
 def test_leftover_lock_file_does_not_block() -> None:
     library = build.compile_sources([90])
     lock = library.with_suffix(".lock")
@@ -82,6 +83,7 @@ def test_leftover_lock_file_does_not_block() -> None:
     assert time.monotonic() - began < 5
 
 
+@pytest.mark.fault(59)
 def test_killed_build_leaves_nothing_that_is_used(fake_nvcc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_SECONDS", "60")
     code = "from trainer.ops.wkv7 import build; build.compile_sources([90])"
@@ -102,6 +104,7 @@ def _compile(results: multiprocessing.Queue) -> None:
     results.put(str(build.compile_sources([90])))
 
 
+@pytest.mark.fault(59)
 def test_processes_that_start_together_compile_once(fake_nvcc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_SECONDS", "1")
     context = multiprocessing.get_context("fork")
@@ -116,6 +119,7 @@ def test_processes_that_start_together_compile_once(fake_nvcc: Path, monkeypatch
     assert runs(fake_nvcc) == 1
 
 
+@pytest.mark.fault(59)
 def test_waiting_process_says_who_compiles(
     fake_nvcc: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -158,6 +162,7 @@ def test_cache_folder_that_cannot_be_made_is_a_user_error(
     assert runs(fake_nvcc) == 0
 
 
+@pytest.mark.fault(60)
 def test_missing_compiler_is_named_with_the_fallback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("CUDA_HOME", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))

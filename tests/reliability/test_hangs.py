@@ -8,6 +8,7 @@ import pytest
 from harness import checkpoints, read_rows
 
 
+@pytest.mark.fault(62)
 def test_a_hung_step_shows_all_threads_and_ends_the_run(truth, another):
     started = time.monotonic()
     output = another.fit("--trainer.step_timeout_s=2", code=6, faults=("hang:5",))
@@ -22,6 +23,7 @@ def test_a_hung_step_shows_all_threads_and_ends_the_run(truth, another):
 
 
 @pytest.mark.slow
+@pytest.mark.fault(62)
 def test_a_hang_that_stops_the_interpreter_ends_too(another):
     output = another.fit("--trainer.step_timeout_s=1", code=1, faults=("hang_the_interpreter:3",))
     assert "in waiting" in output
@@ -34,6 +36,7 @@ def test_without_a_limit_nothing_is_watched(truth, another):
 
 
 @pytest.mark.parametrize("kind", ["MemoryError", "OSError"])
+@pytest.mark.fault(69)
 def test_a_dead_prefetch_thread_ends_the_run(another, kind):
     """Not with a wait for data that never come."""
     child = another.start(faults=(f"prefetching_fails:12:{kind}",))
@@ -43,6 +46,7 @@ def test_a_dead_prefetch_thread_ends_the_run(another, kind):
 
 
 @pytest.mark.slow
+@pytest.mark.fault(69)
 def test_a_hung_prefetch_thread_is_shown(another):
     output = another.fit("--trainer.step_timeout_s=2", code=6, faults=("prefetching_fails:12:hang",))
     assert "lanes.py" in output[output.index("error:") :]

@@ -137,12 +137,14 @@ def _assert_exact(found: dict[str, list[str]]) -> None:
 
 
 @pytest.mark.parametrize("mode", FAST)
+@pytest.mark.fault(3, 10, 37)
 def test_a_killed_run_resumes_bit_for_bit(bench, mode):
     _assert_exact({f"{name}:{k}": bench.killed(mode, 1, (name, k)) for name, k in FAST[mode]})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.fault(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 37)
 def test_killed_at_every_failpoint(bench, mode):
     found = {}
     for number, point in enumerate(POINTS if mode.endswith("full") else POINTS[::2]):
@@ -152,6 +154,7 @@ def test_killed_at_every_failpoint(bench, mode):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.promise(1)
 def test_killed_again_and_again_at_random_instants(bench, mode):
     instants, found = random.Random(mode), {}
     for number in range(RANDOM_ROUNDS):
@@ -184,6 +187,7 @@ FORGOTTEN = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("fault", "mode", "precision"), FORGOTTEN)
+@pytest.mark.promise(22)
 def test_a_resume_that_forgets_something_is_seen(bench, fault, mode, precision):
     """Without the fault the same round is exact, so it is the fault that shows."""
     consumer = ("use_random_numbers",) if fault == "forget_random_state" else ()
@@ -197,6 +201,7 @@ def test_a_resume_that_forgets_something_is_seen(bench, fault, mode, precision):
 
 
 @pytest.mark.slow
+@pytest.mark.promise(1, 2)
 def test_a_checkpoint_written_in_place_is_seen(bench):
     """Killed in its first save, such a run cannot go on."""
     truth = bench.truth("stream-1", 1)

@@ -28,6 +28,7 @@ def the_error(output: str) -> str:
         ("infinite_gradient", ["step 5", "gradient is not finite", "blocks.1.att.key.weight"]),
     ],
 )
+@pytest.mark.fault(42)
 def test_a_bad_number_stops_the_run_before_the_update(truth, another, fault, texts):
     output = another.fit(code=5, faults=(fault,))
     assert all(text in the_error(output) for text in texts), the_error(output)
@@ -39,6 +40,7 @@ def test_a_bad_number_stops_the_run_before_the_update(truth, another, fault, tex
 
 
 @pytest.mark.parametrize("precision", [pytest.param("32-true", marks=pytest.mark.slow), "bf16-true"])
+@pytest.mark.promise(9)
 def test_a_bad_weight_is_not_saved(another, precision):
     """Every step is saved; the one that made the weight infinite is not."""
     output = another.fit(
@@ -58,6 +60,7 @@ def skipped(workplace) -> list[tuple[int, str]]:
 @pytest.mark.parametrize(
     ("fault", "text"), [("nan_loss:2", "the loss is not finite"), ("infinite_gradient:2", "the gradient is not finite")]
 )
+@pytest.mark.fault(42)
 def test_bad_steps_are_left_out_up_to_a_limit(another, fault, text):
     output = another.fit("--trainer.skip_non_finite=2", faults=(fault,))
     assert "left out, 2 in a row: step 5" in output
@@ -70,6 +73,7 @@ def test_bad_steps_are_left_out_up_to_a_limit(another, fault, text):
 
 
 @pytest.mark.slow
+@pytest.mark.promise(9)
 def test_one_more_than_the_limit_ends_the_run(another):
     output = another.fit("--trainer.skip_non_finite=2", code=5, faults=("nan_loss",))
     assert "(2 steps before it are left out already)" in the_error(output)
@@ -79,6 +83,7 @@ def test_one_more_than_the_limit_ends_the_run(another):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("point", ["step:5", "step:6", "step:9"])
+@pytest.mark.promise(1, 9)
 def test_a_run_that_leaves_steps_out_resumes_bit_for_bit(another, point):
     """Killed after the first, the second, and a later save: the same steps are left out again, counted once."""
     whole = dataclasses.replace(another, run=another.folder / "whole")
@@ -109,6 +114,7 @@ LONG = ("--trainer.max_steps=29", "--model.warmup_steps=30", "--checkpoint.every
 
 
 @pytest.mark.slow
+@pytest.mark.fault(45)
 def test_a_loss_spike_is_said_and_training_goes_on(another):
     output = another.fit(*LONG, faults=("loss_jumps:22:26",))
     assert "step=22" in output
@@ -117,6 +123,7 @@ def test_a_loss_spike_is_said_and_training_goes_on(another):
     assert checkpoints(another.run)[-1].name == "step-29"
 
 
+@pytest.mark.fault(45)
 def test_a_loss_spike_ends_the_run_if_asked_to(another):
     """Also if most of the steps before it were in an earlier run."""
     another.fit(*LONG, "--trainer.max_steps=20")
@@ -128,12 +135,14 @@ def test_a_loss_spike_ends_the_run_if_asked_to(another):
 # ---- silent faults
 
 
+@pytest.mark.promise(23)
 def test_computing_steps_twice_changes_nothing(truth, another):
     another.fit("--trainer.rerun_every_steps=1")
     assert another.record().differences(truth.record) == []
 
 
 @pytest.mark.parametrize("time", [pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.fault(46)
 def test_a_flipped_bit_is_found_by_computing_twice(another, time):
     """Steps 1 and 2 are computed once, step 3 twice; the bit flips in one of these."""
     output = another.fit("--trainer.rerun_every_steps=3", code=16, faults=(f"flip_a_gradient_bit:{time}",))

@@ -85,6 +85,7 @@ def ddp(make_ranks):
     return make_ranks("ddp")
 
 
+@pytest.mark.fault(15)
 def test_one_rank_is_told_to_stop_and_both_save_the_same_step(ddp):
     codes, output = ddp.fit("stopped", rank1=f"signal_at:optimizer:3:{TERM}")
     assert codes == [143, 143], output
@@ -100,6 +101,7 @@ def test_one_rank_is_told_to_stop_and_both_save_the_same_step(ddp):
      {"rank0": "full_at:manifest:3"}],
     ids=["states of rank 1", "states of rank 0", "moments", "manifest"],
 )  # fmt: skip
+@pytest.mark.fault(18, 19)
 def test_one_rank_cannot_write_and_the_other_does_not_wait(ddp, fault):
     name = "full-" + "-".join(fault.values()).replace(":", "-")
     codes, output = ddp.fit(name, **fault)
@@ -109,6 +111,7 @@ def test_one_rank_cannot_write_and_the_other_does_not_wait(ddp, fault):
     assert list(ddp.run(name).run.glob(".step-*")) == []
 
 
+@pytest.mark.fault(12, 62)
 def test_one_rank_is_killed_in_a_save(ddp):
     codes, output = ddp.fit("killed", failpoint="half:3")
     assert codes == [6, KILLED], output
@@ -118,6 +121,7 @@ def test_one_rank_is_killed_in_a_save(ddp):
     assert ddp.record("killed").differences(ddp.record("truth")) == []
 
 
+@pytest.mark.fault(35)
 def test_lanes_go_on_with_another_number_of_ranks(ddp):
     one, start = ddp.run("one"), ddp.run("truth").run / "step-3"
     output = one.fit(f"--resume={start}", "--trainer.devices=1", "--trainer.strategy=auto")
@@ -133,6 +137,7 @@ def test_lanes_go_on_with_another_number_of_ranks(ddp):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.fault(62)
 def test_a_rank_that_never_joins_is_not_waited_for(ddp, rank):
     started = time.monotonic()
     codes, output = ddp.fit(f"alone-{rank}", "--trainer.start_timeout_s=4", ranks=(rank,))
@@ -144,6 +149,7 @@ def test_a_rank_that_never_joins_is_not_waited_for(ddp, rank):
     assert "hread 0x" in output, "stacks"
 
 
+@pytest.mark.fault(61, 62)
 def test_a_first_exchange_that_hangs_is_ended(ddp):
     """Both have joined; rank 1 does not answer."""
     codes, output = ddp.fit("mute", "--trainer.start_timeout_s=4", rank1="hang_in_the_first_exchange")
@@ -151,6 +157,7 @@ def test_a_first_exchange_that_hangs_is_ended(ddp):
     assert "in setup" in output, "where rank 1 waits"
 
 
+@pytest.mark.fault(61)
 def test_a_network_that_fails_names_what_to_do(ddp):
     """What NCCL says if InfiniBand is there and does not work, on both ranks."""
     fault = "first_exchange_fails"
@@ -160,6 +167,7 @@ def test_a_network_that_fails_names_what_to_do(ddp):
     assert "NCCL error: unhandled system error" in output
 
 
+@pytest.mark.fault(63)
 def test_a_port_in_use_is_named(ddp):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -172,6 +180,7 @@ def test_a_port_in_use_is_named(ddp):
     assert "MASTER_PORT" in error
 
 
+@pytest.mark.fault(62)
 def test_a_rank_that_hangs_in_a_step_ends_both(ddp):
     codes, output = ddp.fit("hung", "--trainer.step_timeout_s=3", rank1="hang:3")
     assert codes == [6, 6], output
@@ -182,6 +191,7 @@ def test_a_rank_that_hangs_in_a_step_ends_both(ddp):
 # ---- numbers of one rank
 
 
+@pytest.mark.fault(41)
 def test_a_loss_that_is_not_finite_on_one_rank_stops_both(ddp):
     codes, output = ddp.fit("nan", "--checkpoint.every_steps=1", rank1="nan_loss")
     assert codes == [5, 5], output
@@ -193,6 +203,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_both(ddp):
 
 
 @pytest.mark.parametrize(("fault", "rank"), [("nan_loss:1", "rank1"), ("infinite_gradient:1", "rank0")])
+@pytest.mark.fault(41, 42)
 def test_a_bad_step_of_one_rank_is_left_out_by_both(ddp, fault, rank):
     name = f"skipped-{rank}"
     codes, output = ddp.fit(name, "--trainer.skip_non_finite=1", **{rank: fault})
@@ -201,12 +212,14 @@ def test_a_bad_step_of_one_rank_is_left_out_by_both(ddp, fault, rank):
     assert [row["step"] for row in ddp.record(name).rows] == list(range(1, 9))
 
 
+@pytest.mark.fault(46)
 def test_a_flipped_bit_of_one_rank_stops_both(ddp):
     codes, output = ddp.fit("flipped", "--trainer.rerun_every_steps=2", rank1="flip_a_gradient_bit:2")
     assert codes == [16, 16], output
     assert output.count("step 2: computed twice from the same state it differs on rank 1") == 2
 
 
+@pytest.mark.fault(41)
 def test_zero_3_names_a_loss_that_is_not_finite_on_one_rank(make_ranks):
     """Without running layers again, for which the other rank would have to help."""
     zero = make_ranks("deepspeed_stage_3", "deepspeed_on_cpu")
@@ -216,6 +229,7 @@ def test_zero_3_names_a_loss_that_is_not_finite_on_one_rank(make_ranks):
 
 
 @pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.promise(1, 11)
 def test_zero_resumes_bit_for_bit(make_ranks, stage):
     """DeepSpeed's own files, and ours with what it leaves out."""
     zero = make_ranks(f"deepspeed_stage_{stage}", "deepspeed_on_cpu")

@@ -31,6 +31,7 @@ def damage(folder):
 # ---- within documents and epochs
 
 
+@pytest.mark.fault(38)
 def test_resumed_in_the_middle_of_documents_the_states_are_bit_equal(truth, another):
     start = 3
     another.fit(f"--resume={truth.step(start)}", "--checkpoint.every_steps=1", "--checkpoint.keep=0")
@@ -46,6 +47,7 @@ def test_resumed_in_the_middle_of_documents_the_states_are_bit_equal(truth, anot
 @pytest.mark.parametrize(
     "offset", [pytest.param(-1, marks=pytest.mark.slow), 0, pytest.param(1, marks=pytest.mark.slow)]
 )
+@pytest.mark.fault(39, 40)
 def test_resumed_around_the_edge_of_an_epoch(truth, another, offset):
     """The truth validates at the edge; a run resumed there neither repeats that nor leaves a later one out."""
     start = truth.edge + offset
@@ -57,6 +59,7 @@ def test_resumed_around_the_edge_of_an_epoch(truth, another, offset):
     assert found.validation == [pair for pair in truth.record.validation if pair[0] > start]
 
 
+@pytest.mark.fault(39)
 def test_a_signal_or_kill_in_the_last_step_leaves_a_run_to_finish(truth, another):
     assert another.start(failpoint="renamed:6").wait() == -9
     assert checkpoints(another.run)[-1].name == "step-11"
@@ -73,6 +76,7 @@ def test_a_signal_or_kill_in_the_last_step_leaves_a_run_to_finish(truth, another
     ],
     ids=["max_steps", "max_tokens", "max_epochs"],
 )
+@pytest.mark.fault(39)
 def test_a_finished_run_stays_as_it_is(another, limit):
     another.fit(*limit)
     before = content(another.run)
@@ -84,6 +88,7 @@ def test_a_finished_run_stays_as_it_is(another, limit):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("limits", [("max_steps", 4, 7), ("max_tokens", 500, 900)], ids=lambda limits: limits[0])
+@pytest.mark.fault(39)
 def test_a_finished_run_can_be_made_longer(make_workplace, limits):
     """Also one that ended in the middle of an epoch, and off the steps that are saved."""
     steady = {"lr_schedule": "constant"}
@@ -98,6 +103,7 @@ def test_a_finished_run_can_be_made_longer(make_workplace, limits):
     assert found.differences(whole.record()) == []
 
 
+@pytest.mark.fault(34)
 def test_lanes_go_on_with_micro_batches_of_another_size(truth, another):
     start = 3
     output = another.fit(f"--resume={truth.step(start)}", "--trainer.microbatch_size=4", "--trainer.max_steps=5")
@@ -111,6 +117,7 @@ def test_lanes_go_on_with_micro_batches_of_another_size(truth, another):
 # ---- what else is in the folder
 
 
+@pytest.mark.promise(3)
 def test_a_new_run_sets_earlier_checkpoints_aside(truth, another):
     """They would pass for the newest of the new run, and their presence would get its own ones removed."""
     another.fit("--trainer.max_steps=6")
@@ -140,6 +147,7 @@ def test_going_back_to_an_older_checkpoint(truth, another):
     assert len(losses(read_rows(another.run / "set-aside-1"))) == 11
 
 
+@pytest.mark.fault(25, 26)
 def test_a_damaged_newest_checkpoint_is_named_and_does_no_further_harm(truth, another):
     """Kept among the newest, it would push the valid ones out."""
     another.fit("--trainer.max_steps=6")
@@ -153,6 +161,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_does_no_further_harm(truth, an
     assert "rejected" not in output
 
 
+@pytest.mark.fault(31)
 def test_without_a_valid_checkpoint_a_run_does_not_start_over(another):
     another.fit("--trainer.max_steps=2")
     damage(another.run / "step-2")
@@ -162,12 +171,14 @@ def test_without_a_valid_checkpoint_a_run_does_not_start_over(another):
     assert len(losses(read_rows(another.run))) == 2
 
 
+@pytest.mark.promise(3)
 def test_a_checkpoint_that_is_not_there_is_not_replaced_by_a_new_run(another):
     assert "'nowhere/step-5'" in another.fit("--resume=nowhere/step-5", code=2)
     assert not another.run.exists()
 
 
 @pytest.mark.slow
+@pytest.mark.fault(65)
 def test_another_number_of_threads_is_mentioned(truth, another):
     output = another.fit(f"--resume={truth.step(10)}", faults=("two_threads",))
     assert "saved with 1 CPU threads, resumed with 2" in output
@@ -183,12 +194,14 @@ def test_another_number_of_threads_is_mentioned(truth, another):
         ("--data.test_split=1", "data.data_path"),
     ],
 )
+@pytest.mark.fault(32, 33, 34)
 def test_a_checkpoint_that_does_not_fit_is_refused(truth, another, option, name):
     output = another.fit(f"--resume={truth.step(3)}", option, code=2)
     assert name in output.splitlines()[-1]
     assert "Traceback" not in output
 
 
+@pytest.mark.fault(34)
 def test_other_settings_may_change_and_are_listed(truth, another):
     output = another.fit(f"--resume={truth.step(9)}", "--model.grad_clip=0.5", "--trainer.max_steps=10")
     assert "changed since step-9: model.grad_clip 1.0 -> 0.5" in output
@@ -198,6 +211,7 @@ def test_other_settings_may_change_and_are_listed(truth, another):
 # ---- the record of steps
 
 
+@pytest.mark.fault(3)
 def test_a_half_written_line_is_dropped(truth, another):
     """Also one that looks whole, of a step that has to be trained again."""
     another.fit("--trainer.max_steps=5")

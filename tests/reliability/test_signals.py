@@ -24,6 +24,7 @@ CODES = {TERM: 143, INT: 130, USR1: 143}
         pytest.param("signal_at:optimizer:11", TERM, 11, marks=pytest.mark.slow),  # the last step
     ],
 )
+@pytest.mark.fault(13, 16)
 def test_the_step_is_finished_and_saved(truth, another, fault, number, step):
     output = another.fit(code=CODES[number], faults=(f"{fault}:{number}",))
     name = signal.Signals(number).name
@@ -35,6 +36,7 @@ def test_the_step_is_finished_and_saved(truth, another, fault, number, step):
     assert another.record().differences(truth.record) == []
 
 
+@pytest.mark.fault(13)
 def test_a_validation_is_cut_short(truth, another):
     """Its loss is not recorded, since it would be that of a part; training goes on as if nothing had been."""
     another.fit(code=143, faults=(f"signal_in_validation:{TERM}",))
@@ -45,12 +47,14 @@ def test_a_validation_is_cut_short(truth, another):
     assert found.differences(truth.record) == []
 
 
+@pytest.mark.fault(13)
 def test_before_the_first_step_there_is_nothing_to_save(another):
     output = another.fit(code=143, faults=(f"signal_in_model_building:{TERM}",))
     assert "SIGTERM: stopped before the first step" in output
     assert not another.run.exists()
 
 
+@pytest.mark.fault(14)
 def test_the_second_signal_ends_the_run_at_once(truth, another):
     started = time.monotonic()
     output = another.fit(code=143, faults=(f"signal_at:half:6:{TERM}:2",))
@@ -61,6 +65,7 @@ def test_the_second_signal_ends_the_run_at_once(truth, another):
     assert another.record().differences(truth.record) == []
 
 
+@pytest.mark.fault(17)
 def test_a_closed_output_does_not_end_the_run(truth, another):
     another.fit(faults=("closed_output",))
     assert another.record().differences(truth.record) == []

@@ -31,6 +31,7 @@ FAST = ["half:11", "manifest:3", "metrics:6"]
 
 
 @pytest.mark.parametrize("point", [p if p in FAST else pytest.param(p, marks=pytest.mark.slow) for p in FULL])
+@pytest.mark.fault(18, 19)
 def test_a_full_disk_leaves_older_checkpoints_as_they_are(truth, another, point):
     output = another.fit(code=4, failpoint=f"{point}:enospc")
     assert_storage_error(output, "No space left", str(another.run))
@@ -42,10 +43,12 @@ def test_a_full_disk_leaves_older_checkpoints_as_they_are(truth, another, point)
     assert list(another.run.glob(".step-*")) == []
 
 
+@pytest.mark.promise(5)
 def test_a_broken_disk_is_named(another):
     assert_storage_error(another.fit(code=4, failpoint="half:10:eio"), "Input/output error", f"{another.run}/step-6")
 
 
+@pytest.mark.fault(18)
 def test_writes_that_fail_half_way(truth, another):
     """The kernel refuses what goes beyond a limit: the file of moments is cut off."""
     output = another.fit(code=4, faults=("small_files:300000",))
@@ -55,12 +58,14 @@ def test_writes_that_fail_half_way(truth, another):
     assert another.record().differences(truth.record) == []
 
 
+@pytest.mark.promise(5)
 def test_too_little_room_is_found_before_the_first_step(another):
     output = another.fit(code=4, faults=("little_room:700000",))
     assert_storage_error(output, str(another.run), "free 700000 bytes", "needed 716")
     assert not another.run.exists()
 
 
+@pytest.mark.fault(22)
 def test_a_read_only_folder_is_found_before_the_first_step(another):
     another.run.mkdir(mode=0o555)
     assert_storage_error(another.fit(code=4, faults=("unprivileged",)), "Permission denied", str(another.run))
@@ -69,6 +74,7 @@ def test_a_read_only_folder_is_found_before_the_first_step(another):
 
 
 @pytest.mark.parametrize("point", ["optimizer:6", pytest.param("half:6", marks=pytest.mark.slow)])
+@pytest.mark.fault(23)
 def test_a_folder_that_vanishes_is_named(another, point):
     name, passage = point.split(":")
     output = another.fit(code=4, faults=(f"folder_vanishes:{name}:{passage}:{another.run}",))
@@ -89,6 +95,7 @@ def test_data_that_is_not_there_leaves_no_folder_behind(another):
     assert os.listdir(another.run) == [".lock"], "a folder that was there stays"
 
 
+@pytest.mark.fault(58)
 def test_the_second_run_in_a_folder_is_refused(truth, another):
     """Until the first is dead: then it takes over, however the first ended."""
     first = another.start(failpoint="step:5:sleep")

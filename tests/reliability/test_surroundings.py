@@ -19,6 +19,7 @@ def assert_only_our_lines(output: str) -> None:
     assert [line for line in output.splitlines() if not line.startswith(("I ", "W ", "error: "))] == []
 
 
+@pytest.mark.fault(64)
 def test_place_and_time_change_nothing(truth, another, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     output = another.fit(environment=OTHER_PLACE, cwd=tmp_path / "elsewhere", faults=("year_2038",))
@@ -26,6 +27,7 @@ def test_place_and_time_change_nothing(truth, another, tmp_path):
     assert_only_our_lines(output)
 
 
+@pytest.mark.fault(28)
 def test_time_stamps_do_not_choose_the_checkpoint(truth, another):
     assert another.start("--checkpoint.keep=0", failpoint="step:9").wait() == -9
     for age, path in enumerate(checkpoints(another.run)):
@@ -36,6 +38,7 @@ def test_time_stamps_do_not_choose_the_checkpoint(truth, another):
 
 
 @pytest.mark.slow
+@pytest.mark.fault(64)
 def test_a_process_of_its_own_gives_the_same_and_says_only_what_we_say(truth, tmp_path):
     """Locale, hash seed and warnings are settled when Python starts: this run is not forked."""
     environment = {
@@ -60,6 +63,7 @@ def test_a_process_of_its_own_gives_the_same_and_says_only_what_we_say(truth, tm
     assert Record.of(tmp_path / "whole").differences(truth.record) == []
 
 
+@pytest.mark.fault(66)
 def test_secrets_reach_no_output(another, tmp_path):
     """They stand in the settings and in the environment; the runs write logs, data, metrics, checkpoints."""
     texts = ["".join(chr(97 + (i * j) % 26) for j in range(200)) for i in range(1, 9)]
@@ -78,6 +82,7 @@ def test_secrets_reach_no_output(another, tmp_path):
     assert [path for path in tmp_path.rglob("*") if path.is_file() and CANARY.encode() in path.read_bytes()] == []
 
 
+@pytest.mark.fault(66)
 def test_secrets_in_a_refused_config_are_not_repeated(make_workplace):
     workplace = make_workplace(data={"s3_secret_key": CANARY})
     output = workplace.fit(code=2)

@@ -71,6 +71,7 @@ def assert_close(got: dict, expected: dict, tolerance: float) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("window", [1, "full"])
+@pytest.mark.fault(48)
 def test_ddp_float64(tmp_path, data, reference, window):
     assert_close(
         gradients(tmp_path, data, 2, strategy="ddp", window=window, precision="64-true"), reference[window], 1e-12
@@ -83,6 +84,7 @@ def test_ddp_float64(tmp_path, data, reference, window):
     ("strategy", "tolerance"),
     [("ddp", 2e-6), ("deepspeed_stage_1", 1e-5), ("deepspeed_stage_2", 1e-5), ("deepspeed_stage_3", 1e-5)],
 )
+@pytest.mark.fault(48)
 def test_float32(tmp_path, data, reference, strategy, tolerance, window):
     assert_close(
         gradients(tmp_path, data, 2, strategy=strategy, window=window, precision="32-true"),
