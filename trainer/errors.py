@@ -11,6 +11,7 @@ __all__ = [
     "DistributedError",
     "Interrupted",
     "KernelError",
+    "MemoryLimitError",
     "NonFiniteError",
     "RerunError",
     "ResumeError",
@@ -78,6 +79,10 @@ class CheckpointError(TrainerError):
 
 class KernelError(TrainerError):
     """No kernel backend can run the call, or building one failed."""
+
+
+class MemoryLimitError(TrainerError):
+    """A step needs more memory than there is."""
 
 
 class ResumeError(TrainerError):

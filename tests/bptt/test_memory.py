@@ -181,6 +181,8 @@ def allowed_growth_mib(tokens: int) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.fault(47)
+@pytest.mark.promise(13)
 def test_memory_grows_by_the_boundary_states_alone():
     tokens, one_chunk = 65536, activation_mib()
     allowed = allowed_growth_mib(tokens)

@@ -265,6 +265,22 @@ def prefetching_fails(occurrence: str, kind: str) -> None:
 # ---- kills, signals, clocks, folders
 
 
+def out_of_memory(step: str) -> None:
+    """This step asks for more than any machine has."""
+    train = LitRWKV7.training_step
+
+    def greedy(self: LitRWKV7, batch: Any, batch_idx: int) -> None:
+        if self.global_step == int(step) - 1:
+            torch.empty(1 << 55)
+        train(self, batch, batch_idx)
+
+    LitRWKV7.training_step = greedy
+
+
+def few_open_files(limit: str) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (int(limit), int(limit)))
+
+
 def kill_in_backward(occurrence: str) -> None:
     """Between the gradients of the head and of the blocks, in the k-th backward."""
     forward, seen = RWKV7.forward, itertools.count(1)

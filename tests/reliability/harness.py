@@ -195,6 +195,14 @@ def checkpoints(run: Path) -> list[Path]:
 
 
 def write_corpus(prefix: Path, *, documents: int, shortest: int, longest: int, seed: int = 1) -> Path:
+    """Documents of random lengths, see `write_documents`."""
+    import numpy as np
+
+    rng = np.random.default_rng(seed)
+    return write_documents(prefix, [int(length) for length in rng.integers(shortest, longest + 1, documents)], seed)
+
+
+def write_documents(prefix: Path, lengths: list[int], seed: int = 1) -> Path:
     """Token documents as a .bin/.idx pair; ids follow a rule that a model can learn a little of."""
     import numpy as np
 
@@ -202,8 +210,7 @@ def write_corpus(prefix: Path, *, documents: int, shortest: int, longest: int, s
 
     rng = np.random.default_rng(seed)
     with BinIdxWriter(prefix) as writer:
-        for _ in range(documents):
-            length = int(rng.integers(shortest, longest + 1))
+        for length in lengths:
             start, stride = rng.integers(1, 200, 2)
             noise = rng.integers(0, 4, length)
             writer.add_document((start + stride * np.arange(length) + noise) % 255 + 1)

@@ -49,7 +49,7 @@ class Fault:
     what: str
     promise: int
     lacks: str = ""
-    """Hardware or tool without which it cannot be tested here."""
+    """What of it is not tested, for want of which hardware or tool."""
 
 
 FAULTS = {
@@ -64,10 +64,10 @@ FAULTS = {
     9: Fault("killed after the rename", 2),
     10: Fault("killed while an old checkpoint is removed", 2),
     11: Fault("power cut: what was not forced to the disk is gone", 2),
-    12: Fault("one process killed in a save", 2),
+    12: Fault("one process killed in a save", 2, "under NCCL (needs two GPUs)"),
     13: Fault("SIGTERM in a step, save, wait for data, validation, start", 11),
     14: Fault("a second SIGTERM", 11),
-    15: Fault("SIGTERM to one process", 11),
+    15: Fault("SIGTERM to one process", 11, "under NCCL (needs two GPUs)"),
     16: Fault("Ctrl-C", 11),
     17: Fault("SIGHUP; output that nobody reads", 11),
     18: Fault("disk full in a tensor file", 5),
@@ -88,19 +88,19 @@ FAULTS = {
     33: Fault("other data or order at resume", 3),
     34: Fault("other learning rate, clipping, batch at resume", 3),
     35: Fault("2 processes, then 1, then 2", 4),
-    36: Fault("other ZeRO stage at resume", 4),
+    36: Fault("other ZeRO stage at resume", 4, "on GPUs (needs two)"),
     37: Fault("killed between the micro-batches of a step", 1),
     38: Fault("resumed in the middle of a document", 22),
     39: Fault("resumed at the edge of an epoch, in the last step, after the end", 1),
     40: Fault("validation after a resume in mid-epoch", 1),
-    41: Fault("NaN in the loss of one process", 9),
+    41: Fault("NaN in the loss of one process", 9, "under NCCL (needs two GPUs)"),
     42: Fault("infinite gradient, finite loss", 9),
     43: Fault("non-finite weight in a file", 9),
     44: Fault("chunk without a trained token", 13),
     45: Fault("loss spike", 10),
     46: Fault("bit flipped in a gradient", 23),
     47: Fault("documents of 0, 1, ctx_len, ctx_len + 1, very many tokens", 13),
-    48: Fault("documents of unequal length on the processes", 12),
+    48: Fault("documents of unequal length on the processes", 12, "under NCCL (needs two GPUs)"),
     49: Fault("a process without data", 12),
     50: Fault("token id out of range, negative", 8),
     51: Fault("bad JSON line, encoding, type", 6),
@@ -111,16 +111,16 @@ FAULTS = {
     56: Fault("hostile pickle", 7),
     57: Fault("shape or header that claims terabytes", 7),
     58: Fault("two runs in one folder", 15),
-    59: Fault("stale build lock, killed compiler", 16),
+    59: Fault("stale build lock, killed compiler", 16, "a killed nvcc (needs a machine with nvcc)"),
     60: Fault("no compiler", 16),
-    61: Fault("network of the GPUs fails", 20),
-    62: Fault("a process never joins, hangs or dies", 20),
+    61: Fault("network of the GPUs fails", 20, "broken InfiniBand itself (needs GPUs on such a network)"),
+    62: Fault("a process never joins, hangs or dies", 20, "under NCCL (needs two GPUs)"),
     63: Fault("port in use", 20),
     64: Fault("other time zone, clock, locale, hash seed, folder", 17),
     65: Fault("other number of threads at resume", 17),
     66: Fault("secrets in settings, environment, URLs", 18),
     67: Fault("experiment tracker that cannot be reached", 18),
-    68: Fault("out of memory in a step", 5),
+    68: Fault("out of memory in a step", 5, "of a GPU (needs one)"),
     69: Fault("thread or process that prepares data fails, hangs or is killed", 6),
     70: Fault("few open files allowed, many shards", 6),
     71: Fault("paths with spaces, other letters, great length, links", 19),
@@ -152,7 +152,7 @@ def _numbers(function: ast.FunctionDef, marker: str) -> set[int]:
 
 
 def _cell(tests: list[str], lacks: str = "") -> str:
-    return "<br>".join(f"`{test}`" for test in tests) or f"not tested: {lacks}"
+    return "<br>".join([*(f"`{test}`" for test in tests), *([f"not tested: {lacks}"] if lacks else [])])
 
 
 def fault_table() -> str:

@@ -9,7 +9,7 @@ import socket
 import time
 
 import pytest
-from harness import DONE, KILLED, Record, Workplace, checkpoints, make_run, read_rows
+from harness import DONE, KILLED, Record, Workplace, checkpoints, make_run, read_rows, write_documents
 
 from trainer.checkpoint.find import newest_valid
 
@@ -242,3 +242,31 @@ def test_zero_resumes_bit_for_bit(make_ranks, stage):
         assert codes == [DONE, DONE], output
         assert "resumed from" in output
         assert zero.record(name).differences(zero.record("truth")) == []
+
+
+# ---- unequal documents
+
+LENGTHS = {
+    "one long, one short": [2, 1500, 17, 17, 17, 17],
+    "around chunk borders": [64, 65, 16, 17, 18, 33, 31],  # the last step has data for one rank only
+    "random": [23, 140, 5, 71, 2, 300, 9, 88, 41],
+}
+
+
+@pytest.mark.fault(48, 49)
+@pytest.mark.parametrize("name", LENGTHS)
+def test_unequal_documents_hang_nothing_and_train_the_same(parent, tmp_path, name):
+    """Documents of 2 ranks against one process; 2 of them a step, so that a rank may have one, or none."""
+    corpus = write_documents(tmp_path / "docs", LENGTHS[name])
+    sections = {
+        "data": {"batching": "documents", "chunks_per_step": 1, "test_split": 0},
+        "trainer": {"devices": 2, "strategy": "ddp", "microbatch_size": 1, "target_batch_size": 2, "max_epochs": 2, "max_steps": -1},
+    }  # fmt: skip
+    ranks = Ranks(make_run(parent, corpus, tmp_path / "work", sections))
+    codes, output = ranks.fit("two", "--trainer.step_timeout_s=20")
+    assert codes == [DONE, DONE], output
+    ranks.run("one").fit("--trainer.devices=1", "--trainer.strategy=auto")
+    two, one = (read_rows(ranks.run(run).run) for run in ("two", "one"))
+    assert len(two) == len(one) == 2 * -(-len(LENGTHS[name]) // 2)
+    for key in ("loss", "grad_norm", "tokens"):
+        assert [row[key] for row in two] == pytest.approx([row[key] for row in one], rel=2e-5), key

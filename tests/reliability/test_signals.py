@@ -8,7 +8,7 @@ import time
 import pytest
 from harness import checkpoints
 
-TERM, INT, USR1 = int(signal.SIGTERM), int(signal.SIGINT), int(signal.SIGUSR1)
+TERM, INT, USR1, HUP = (int(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP))
 CODES = {TERM: 143, INT: 130, USR1: 143}
 
 
@@ -61,6 +61,16 @@ def test_the_second_signal_ends_the_run_at_once(truth, another):
     assert time.monotonic() - started < 10
     assert "SIGTERM: stopped at once, unsaved" in output
     assert [path.name for path in checkpoints(another.run)] == ["step-2"]
+    another.fit()
+    assert another.record().differences(truth.record) == []
+
+
+@pytest.mark.fault(17)
+@pytest.mark.slow
+def test_a_closed_terminal_costs_what_a_kill_costs(truth, another):
+    """SIGHUP is left to its default, so that a shell can end what it has started."""
+    another.fit(code=-HUP, faults=(f"signal_at:optimizer:6:{HUP}",))
+    assert checkpoints(another.run)[-1].name == "step-4"
     another.fit()
     assert another.record().differences(truth.record) == []
 

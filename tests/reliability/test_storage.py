@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import json
 import os
 import signal
 import time
@@ -79,6 +81,65 @@ def test_a_folder_that_vanishes_is_named(another, point):
     name, passage = point.split(":")
     output = another.fit(code=4, faults=(f"folder_vanishes:{name}:{passage}:{another.run}",))
     assert_storage_error(output, "No such file or directory", str(another.run))
+
+
+@pytest.mark.fault(68)
+def test_too_little_memory_names_the_settings_to_change(truth, another):
+    output = another.fit(code=2, faults=("out_of_memory:6",))
+    error = output.splitlines()[-1]
+    for text in (
+        "memory: not enough for a step",
+        "2 x model.ctx_len 16 = 32 tokens",
+        "model.grad_cp",
+        "microbatch_size",
+    ):
+        assert text in error
+    assert "Traceback" not in output
+    assert newest_valid(another.run)[0].name == "step-4"
+    another.fit()
+    assert another.record().differences(truth.record) == []
+
+
+@pytest.mark.fault(70)
+def test_many_shards_need_few_open_files(another, tmp_path):
+    """Training and validation read 300 files with 60 descriptors."""
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    for number in range(300):
+        text = "".join(chr(97 + (i * number) % 26) for i in range(60))
+        (folder / f"{number:03d}.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    another.fit(
+        "--data.source=json", f"--data.source_data_dir={folder}", f"--data.data_path={tmp_path}/data",
+        "--data.test_split=20", faults=("few_open_files:60",),
+    )  # fmt: skip
+    assert checkpoints(another.run)[-1].name == "step-11"
+
+
+@pytest.mark.fault(71)
+@pytest.mark.parametrize("name", ["with spaces", "ünïcode-模型", "a'quote\"$HOME;"])
+def test_folders_may_have_any_name(truth, another, name):
+    other = dataclasses.replace(another, run=another.folder / name)
+    other.fit("--trainer.max_steps=4")
+    other.fit()
+    assert other.record().differences(truth.record) == []
+
+
+@pytest.mark.fault(71)
+def test_a_linked_folder_is_as_good_as_its_target(truth, another):
+    (another.folder / "elsewhere").mkdir()
+    another.run.symlink_to(another.folder / "elsewhere")
+    another.fit("--trainer.max_steps=4")
+    assert another.run.is_symlink()
+    another.fit(f"--resume={another.folder}/elsewhere/step-4")
+    assert another.record().differences(truth.record) == []
+
+
+@pytest.mark.fault(71)
+def test_a_name_that_is_too_long_is_said(another):
+    output = another.fit(f"--checkpoint.dir={another.folder}/{'x' * 300}", code=4)
+    assert_storage_error(output, "File name too long")
+    output = another.fit(f"--checkpoint.dir={another.folder}" + "/xxxxxxxxx" * 500, code=4)
+    assert_storage_error(output, "File name too long")
 
 
 def test_a_folder_that_no_file_system_has_is_named(another):

@@ -14,6 +14,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from trainer.checkpoint.atomic import prepare_directory, set_aside_newer, storage_errors, sweep
@@ -33,7 +34,9 @@ from trainer.train.checkpointing import Checkpointing, FolderCheckpointIO
 from trainer.train.connection import TimeLimits, connection_errors
 from trainer.train.lit_module import LitRWKV7
 from trainer.train.loss_spikes import LossSpikes
+from trainer.train.memory import memory_errors
 from trainer.train.strategy import lightning_precision, make_strategy, weight_dtype
+from trainer.train.tracking import TolerantLogger
 
 __all__ = ["build_trainer", "dry_run", "execute", "resolve_shape"]
 
@@ -107,7 +110,7 @@ def build_trainer(
         "precision": lightning_precision(run),
         "callbacks": [*callbacks, *(trainer_arguments.get("callbacks") or [])],
         "plugins": [*(trainer_arguments.get("plugins") or []), *([] if uses_deepspeed else [FolderCheckpointIO()])],
-        "logger": trainer_arguments.get("logger") or False,
+        "logger": _tolerant(trainer_arguments.get("logger")),
         "enable_checkpointing": any(isinstance(callback, Checkpointing) for callback in callbacks),
         "enable_model_summary": False,
         "use_distributed_sampler": False,
@@ -119,6 +122,13 @@ def build_trainer(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*does not have many workers.*")
         return pl.Trainer(**arguments)
+
+
+def _tolerant(loggers: Any) -> Any:
+    """The user's loggers, none of which can end the run."""
+    if isinstance(loggers, Logger):
+        return TolerantLogger(loggers)
+    return [TolerantLogger(logger) for logger in loggers] if isinstance(loggers, list) else bool(loggers)
 
 
 def _is_unlimited(run: RunConfig) -> bool:
@@ -292,7 +302,7 @@ def _fit(
     if _is_rank_zero():
         _make_way(directory, resumed_from)
     start = None if resumed_from is None else read_manifest(resumed_from).step
-    with checkpointing.signals, limits, connection_errors():
+    with checkpointing.signals, limits, connection_errors(), memory_errors(run):
         limits.wait_for_ranks(trainer)
         trainer.fit(module, datamodule=data, ckpt_path=None if resumed_from is None else str(resumed_from))
     if trainer.global_step == start:
