@@ -148,7 +148,7 @@ def nan_loss(times: str = "inf") -> None:
     """The second block's output is NaN in chunk 1 of micro-batch 1, whenever that chunk is run."""
 
     def spoil(self: LitRWKV7, batch: Any) -> list[Any]:
-        bad, seen = batch.microbatches[1].ids_BT[:, 16:32], []
+        bad, seen = batch.microbatches[1].ids_BT[:, 16:32].to(self.device), []
 
         def poison(module: Any, inputs: Any, output: Any) -> Any:
             return (output[0] * float("nan"), *output[1:]) if torch.equal(seen[-1], bad) else output
@@ -222,6 +222,16 @@ def hang(step: str) -> None:
     LitRWKV7.training_step = waiting
 
 
+def slow_steps(seconds: str) -> None:
+    train = LitRWKV7.training_step
+
+    def slow(self: LitRWKV7, batch: Any, batch_idx: int) -> None:
+        time.sleep(float(seconds))
+        train(self, batch, batch_idx)
+
+    LitRWKV7.training_step = slow
+
+
 def hang_the_interpreter(step: str) -> None:
     """This step waits for ever inside a library, and lets no thread run."""
     watchdog._GRACE_S = 0.5
@@ -271,7 +281,7 @@ def out_of_memory(step: str) -> None:
 
     def greedy(self: LitRWKV7, batch: Any, batch_idx: int) -> None:
         if self.global_step == int(step) - 1:
-            torch.empty(1 << 55)
+            torch.empty(1 << (45 if self.device.type == "cuda" else 55), device=self.device)
         train(self, batch, batch_idx)
 
     LitRWKV7.training_step = greedy

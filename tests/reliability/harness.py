@@ -64,6 +64,8 @@ class WarmParent:
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
+            # Else looking for a GPU would make it unusable after a fork.
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
             "PYTHONPATH": os.pathsep.join(map(str, (ROOT, FOLDER, FOLDER.parent))),
         }
         for name in ("RWKV_FAILPOINT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "PYTEST_CURRENT_TEST"):

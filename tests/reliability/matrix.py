@@ -120,7 +120,7 @@ FAULTS = {
     65: Fault("other number of threads at resume", 17),
     66: Fault("secrets in settings, environment, URLs", 18),
     67: Fault("experiment tracker that cannot be reached", 18),
-    68: Fault("out of memory in a step", 5, "of a GPU (needs one)"),
+    68: Fault("out of memory in a step", 5),
     69: Fault("thread or process that prepares data fails, hangs or is killed", 6),
     70: Fault("few open files allowed, many shards", 6),
     71: Fault("paths with spaces, other letters, great length, links", 19),

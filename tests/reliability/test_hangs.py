@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import time
 
 import pytest
-from harness import checkpoints, read_rows
+from harness import DONE, checkpoints, read_rows
 
 
 @pytest.mark.fault(62)
@@ -24,9 +25,29 @@ def test_a_hung_step_shows_all_threads_and_ends_the_run(truth, another):
 
 @pytest.mark.slow
 @pytest.mark.fault(62)
-def test_a_hang_that_stops_the_interpreter_ends_too(another):
-    output = another.fit("--trainer.step_timeout_s=1", code=1, faults=("hang_the_interpreter:3",))
-    assert "in waiting" in output
+def test_a_hang_that_stops_the_interpreter_is_shown(another):
+    child = another.start("--trainer.step_timeout_s=1", faults=("hang_the_interpreter:3",))
+    deadline = time.monotonic() + 30
+    while "in waiting" not in child.output():
+        assert time.monotonic() < deadline, child.output()
+        time.sleep(0.1)
+    child.signal(signal.SIGKILL)
+    child.wait()
+
+
+@pytest.mark.slow
+def test_a_process_that_was_stopped_for_a_while_goes_on(truth, another):
+    """A batch system may do that to let others run: SIGSTOP, and SIGCONT after longer than the limit."""
+    child = another.start("--trainer.step_timeout_s=1.5", faults=("slow_steps:0.2",))
+    deadline = time.monotonic() + 30
+    while len(read_rows(another.run)) < 3:
+        assert time.monotonic() < deadline, child.output()
+        time.sleep(0.02)
+    child.signal(signal.SIGSTOP)
+    time.sleep(4)
+    child.signal(signal.SIGCONT)
+    assert child.wait() == DONE, child.output()
+    assert another.record().differences(truth.record) == []
 
 
 @pytest.mark.slow

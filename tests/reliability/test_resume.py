@@ -132,6 +132,24 @@ def test_a_new_run_sets_earlier_checkpoints_aside(truth, another):
     assert newest_valid(aside)[0].name == "step-6"
 
 
+@pytest.mark.slow
+@pytest.mark.promise(3)
+@pytest.mark.parametrize("moved", [1, 2])
+def test_killed_while_setting_aside_no_checkpoint_is_lost(another, moved):
+    """The newest goes first, so that what is left is in order; the next run moves the rest."""
+    another.fit("--trainer.max_steps=6", "--checkpoint.keep=0")
+    before = content(another.run)
+    assert another.start("--resume=never", failpoint=f"set_aside:{moved}").wait() == -9
+    assert [path.name for path in checkpoints(another.run)] == ["step-2", "step-4", "step-6"][:-moved]
+    assert newest_valid(another.run)[0] is not None or moved == 3
+    another.fit("--resume=never", "--trainer.max_steps=1")
+    after = [path for folder in ("set-aside-1", "set-aside-2") for path in (another.run / folder).glob("step-*")]
+    assert sorted(path.name for path in after) == ["step-2", "step-4", "step-6"]
+    for path in after:
+        for file in path.iterdir():
+            assert file.read_bytes() == before[str(another.run / path.name / file.name)]
+
+
 def test_a_run_that_did_not_get_to_train_moves_nothing(another):
     another.fit("--trainer.max_steps=2")
     another.fit("--resume=never", "--data.test_split=14", code=2)

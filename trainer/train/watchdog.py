@@ -16,13 +16,15 @@ __all__ = ["Watchdog"]
 
 _LOOK_EVERY_S = 5.0
 _GRACE_S = 30.0
+_LATE_S = 1.0
 
 
 class Watchdog:
     """Ends the process with an error, the stacks of all threads and an exit code when a limit is over.
 
     A hung collective or a dead disk cannot be interrupted from Python: the process ends without unwinding. If even
-    the interpreter hangs, faulthandler ends it half a minute later, with exit code 1.
+    the interpreter hangs, faulthandler shows the stacks half a minute later; it cannot tell that from a process that
+    was stopped for a while, so it ends nothing.
     """
 
     def __init__(self) -> None:
@@ -65,9 +67,14 @@ class Watchdog:
             error, left = self._error, self._since + self._limit_s - time.monotonic()
             if error is not None and left <= 0:
                 _end(error())
-            faulthandler.dump_traceback_later(self._limit_s + _GRACE_S, exit=True, file=2)
+            faulthandler.dump_traceback_later(self._limit_s + _GRACE_S, file=2)
             # Never shorter than a moment: this thread must not spin while a limit ends.
-            self._changed.wait(_LOOK_EVERY_S if error is None else min(_LOOK_EVERY_S, max(0.01, left)))
+            pause = _LOOK_EVERY_S if error is None else min(_LOOK_EVERY_S, max(0.01, left))
+            before = time.monotonic()
+            self._changed.wait(pause)
+            late = time.monotonic() - before - pause
+            if late > _LATE_S:  # The whole process was stopped, as batch systems do: nobody could beat.
+                self._since += late
 
 
 def _end(error: TrainerError) -> None:
