@@ -33,7 +33,9 @@ def parse_strategy(text: str) -> tuple[str, str, bool]:
 def main() -> int:
     """Print the prompt and what the model makes of it; exit code 1 if its output is not finite."""
     parser = argparse.ArgumentParser(description="Print a prompt, a model's continuation as it comes, and its speed.")
-    parser.add_argument("model", metavar="MODEL", type=Path, help=".pth, .safetensors, or a checkpoint step-N")
+    parser.add_argument(
+        "model", metavar="MODEL", type=Path, help=".pth, .safetensors, a Hugging Face folder, or a checkpoint step-N"
+    )
     help_text = 'such as "cuda bf16" or "cpu fp32"; ref = CPU, fp32, reference kernel, no chance (default: auto)'
     parser.add_argument("strategy", metavar="DEVICE", nargs="?", default="auto", help=help_text)
     parser.add_argument(

@@ -54,7 +54,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description="Write text with a model. The text goes to stdout, its speed to stderr."
     )
-    parser.add_argument("model", metavar="MODEL", type=Path, help=".pth, .safetensors, or a checkpoint step-N")
+    parser.add_argument(
+        "model", metavar="MODEL", type=Path, help=".pth, .safetensors, a Hugging Face folder, or a checkpoint step-N"
+    )
     add_common_options(parser)
     parser.add_argument("--tokens", type=int, default=200, help="most tokens to write (default: 200)")
     parser.add_argument("--stop", metavar="TEXT", action="append", default=[], help="end before this text; repeatable")

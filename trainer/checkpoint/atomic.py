@@ -218,13 +218,15 @@ def abandon_folder(temp: Path) -> None:
     shutil.rmtree(temp, ignore_errors=True)
 
 
-def commit_folder(temp: Path, target: Path, facts: Mapping[str, object], needed_bytes: int | None = None) -> None:
+def commit_folder(
+    temp: Path, target: Path, facts: Mapping[str, object] | None, needed_bytes: int | None = None
+) -> None:
     """Force the files in `temp` to the disk, seal them with a manifest, and let them appear as `target`.
 
     Args:
         temp: folder of begin_folder; all processes have closed their files.
         target: final name. If it exists it is replaced, and restored by `sweep` after a kill in between.
-        facts: further entries of the manifest, such as step, world_size and config_digest.
+        facts: further entries of the manifest, such as step, world_size and config_digest; None = no manifest.
         needed_bytes: size of the content, for error messages.
 
     Raises:
@@ -237,7 +239,8 @@ def commit_folder(temp: Path, target: Path, facts: Mapping[str, object], needed_
             for path in files:
                 _fsync(path)
             failpoint("fsynced")
-            _write_manifest(temp, files, facts)
+            if facts is not None:
+                _write_manifest(temp, files, facts)
             for path in (*(path for path in temp.rglob("*") if path.is_dir()), temp):
                 _fsync(path)
             failpoint("manifest")
@@ -265,12 +268,12 @@ def _replace_folder(temp: Path, target: Path) -> None:
 
 
 @contextmanager
-def atomic_folder(target: Path, facts: Mapping[str, object], needed_bytes: int | None = None) -> Iterator[Path]:
+def atomic_folder(target: Path, facts: Mapping[str, object] | None, needed_bytes: int | None = None) -> Iterator[Path]:
     """Yield a hidden folder to fill; when the block ends well it becomes `target`, else nothing remains of it.
 
     Args:
         target: final name, such as `<dir>/step-100`; its parent must exist.
-        facts: entries of the manifest besides the files: step, world_size, config_digest, ...
+        facts: entries of the manifest besides the files: step, world_size, config_digest, ...; None = no manifest.
         needed_bytes: size of the content, for error messages.
 
     Raises:

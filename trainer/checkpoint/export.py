@@ -1,36 +1,49 @@
-"""Exporting weights to the official .pth layout or to plain safetensors, whole, verified, bit for bit."""
+"""Exporting weights as .pth, safetensors or a Hugging Face folder, whole, verified, bit for bit."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from trainer.checkpoint.atomic import MANIFEST_NAME, atomic_file, file_sha256
 from trainer.checkpoint.find import find_checkpoints, newest_valid
+from trainer.checkpoint.hf_folder import HfOptions, write_hf_folder
 from trainer.checkpoint.read import read_pth, read_weights
 from trainer.checkpoint.tensorfile import load_safetensors, save_safetensors
+from trainer.checkpoint.values import own_copies, require_same
 from trainer.errors import CheckpointError, StorageError
-from trainer.logs import get_logger
 
-__all__ = ["DEFAULT_EXPORT_NAME", "ExportDtype", "ExportFormat", "ExportReport", "export_checkpoint", "save_weights"]
+__all__ = [
+    "DEFAULT_EXPORT_NAME",
+    "EXPORT_DTYPES",
+    "EXPORT_FORMATS",
+    "ExportDtype",
+    "ExportFormat",
+    "ExportReport",
+    "export_checkpoint",
+    "save_weights",
+    "write_weights",
+]
 
 DEFAULT_EXPORT_NAME = "rwkv_model.pth"
-ExportDtype = Literal["bf16", "fp32"]
-ExportFormat = Literal["pth", "safetensors"]
+DEFAULT_FOLDER_NAME = "rwkv_model_hf"
+ExportDtype = Literal["bf16", "fp16", "fp32"]
+EXPORT_DTYPES: tuple[ExportDtype, ...] = get_args(ExportDtype)
+ExportFormat = Literal["pth", "safetensors", "hf", "hf-fla"]
+"""pth: official. safetensors: the same names. hf: a folder that transformers loads. hf-fla: without code, for FLA."""
+EXPORT_FORMATS: tuple[ExportFormat, ...] = get_args(ExportFormat)
 
-logger = get_logger(__name__)
-
-_DTYPES: dict[ExportDtype, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_DTYPES: dict[ExportDtype, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
 class ExportReport:
-    """Facts about a written weight file."""
+    """Facts about a written weight file, or a folder (whose digest is over those of its weight files)."""
 
     path: Path
     num_parameters: int
@@ -45,30 +58,13 @@ class ExportReport:
         )
 
 
-def _own_copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Contiguous CPU tensor with a storage of exactly its own size."""
-    converted = tensor.detach().to(device="cpu", dtype=dtype).contiguous()
-    is_alone = converted.untyped_storage().nbytes() == converted.numel() * converted.element_size()
-    return converted if is_alone and converted.data_ptr() != tensor.data_ptr() else converted.clone()
-
-
-def _same_bits(left: Tensor, right: Tensor) -> bool:
-    if left.dtype != right.dtype or left.shape != right.shape:
-        return False
-    return torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))
-
-
 def _verify_written(path: Path, weights: Mapping[str, Tensor], file_format: ExportFormat, out: Path) -> None:
     """Read a written file back; every key, shape and bit must be there."""
     try:
         stored = read_pth(path) if file_format == "pth" else load_safetensors(path)
     except CheckpointError as err:
         raise StorageError(out, f"does not read back: {err.problem}", fix="check the disk and export again") from err
-    if set(stored) != set(weights):
-        raise StorageError(out, "does not read back: other tensors", fix="check the disk and export again")
-    different = next((name for name in weights if not _same_bits(stored[name], weights[name])), None)
-    if different is not None:
-        raise StorageError(out, f"does not read back: {different} differs", fix="check the disk and export again")
+    require_same(stored, weights, out)
 
 
 def _resolved_format(out: Path, file_format: ExportFormat | None) -> ExportFormat:
@@ -95,7 +91,7 @@ def save_weights(
         StorageError: if it cannot be written or does not read back.
     """
     resolved = _resolved_format(out, file_format)
-    copies = {name: _own_copy(tensor, _DTYPES[dtype]) for name, tensor in weights.items()}
+    copies = own_copies(weights, _DTYPES[dtype])
     num_parameters = sum(tensor.numel() for tensor in copies.values())
     needed = num_parameters * _DTYPES[dtype].itemsize
     with atomic_file(out, needed) as temp:
@@ -109,6 +105,33 @@ def save_weights(
     return ExportReport(out, num_parameters, dtype, size, digest)
 
 
+def write_weights(
+    weights: Mapping[str, Tensor],
+    out: Path,
+    dtype: ExportDtype = "bf16",
+    file_format: ExportFormat | None = None,
+    hf: HfOptions | None = None,
+) -> ExportReport:
+    """Write weights in any export format.
+
+    Args:
+        weights: official name -> tensor.
+        out: file, or for `hf` and `hf-fla` folder, to write.
+        dtype: stored type.
+        file_format: default: by the suffix of `out`, .safetensors or else .pth.
+        hf: what a folder has besides the weights; whether there is code is said by the format.
+
+    Raises:
+        ConfigError: if the model does not fit the layout or the stored type.
+        StorageError: if it cannot be written, does not read back, or would replace something that is no export.
+    """
+    if file_format in {"pth", "safetensors", None}:
+        return save_weights(weights, out, dtype, file_format)
+    options = replace(hf or HfOptions(), with_code=file_format == "hf")
+    size, digest = write_hf_folder(weights, out, _DTYPES[dtype], options)
+    return ExportReport(out, sum(tensor.numel() for tensor in weights.values()), dtype, size, digest)
+
+
 def export_checkpoint(
     source: Path,
     out: Path | None = None,
@@ -116,16 +139,19 @@ def export_checkpoint(
     dtype: ExportDtype = "bf16",
     file_format: ExportFormat | None = None,
     trust_pickle: bool = False,
+    hf: HfOptions | None = None,
 ) -> ExportReport:
     """Export the weights of a checkpoint or weight file.
 
     Args:
         source: a checkpoint step-N, a run's folder of them (the newest valid one is taken), a DeepSpeed folder,
             or a weight file.
-        out: default: `rwkv_model.pth` (or .safetensors) inside the source folder, or beside a source file.
-        dtype: bf16 or fp32.
-        file_format: pth or safetensors; default by the suffix of `out`.
+        out: default: `rwkv_model.pth` (.safetensors, or the folder rwkv_model_hf) inside the source folder, or
+            beside a source file.
+        dtype: stored type.
+        file_format: default by the suffix of `out`.
         trust_pickle: see read_weights.
+        hf: see `write_weights`.
 
     Raises:
         CheckpointError: if the source cannot be read; nothing is written.
@@ -139,5 +165,8 @@ def export_checkpoint(
     weights = read_weights(chosen, trust_pickle=trust_pickle)
     if out is None:
         folder = source if source.is_dir() else source.parent
-        out = (folder / DEFAULT_EXPORT_NAME).with_suffix(f".{file_format or 'pth'}")
-    return save_weights(weights, out, dtype, file_format)
+        is_folder = file_format in {"hf", "hf-fla"}
+        out = folder / (
+            DEFAULT_FOLDER_NAME if is_folder else Path(DEFAULT_EXPORT_NAME).with_suffix(f".{file_format or 'pth'}")
+        )
+    return write_weights(weights, out, dtype, file_format, hf)

@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from trainer.checkpoint.atomic import MANIFEST_NAME
+from trainer.checkpoint.shards import INDEX_SUFFIX, UNUSED_FILE, check_model_type, weight_files
 from trainer.checkpoint.tensorfile import load_safetensors, safetensors_shapes
 from trainer.checkpoint.verify import read_manifest, verify_file, verify_folder
 from trainer.checkpoint.write import MASTER_FILE, MODEL_FILE
 from trainer.errors import CheckpointError
 from trainer.logs import get_logger
+from trainer.model.hf_layout import from_hf, is_hf_layout
 from trainer.model.naming import ModelShape, canonical_weights, shape_from_weights, without_prefixes
 
 __all__ = ["peek_shape", "read_pth", "read_weights"]
@@ -192,7 +194,9 @@ def _read_folder(folder: Path, *, trust_pickle: bool) -> dict[str, Tensor]:
         raise CheckpointError(folder, f"a checkpoint without {MODEL_FILE} or DeepSpeed shards")
     if zero_folder is None:
         raise CheckpointError(
-            folder, "a folder without weights", rule="a checkpoint step-N, a DeepSpeed checkpoint, or a weight file"
+            folder,
+            "a folder without weights",
+            rule="a checkpoint step-N, a Hugging Face folder, a DeepSpeed checkpoint, or a weight file",
         )
     if not trust_pickle:
         raise CheckpointError(
@@ -203,7 +207,26 @@ def _read_folder(folder: Path, *, trust_pickle: bool) -> dict[str, Tensor]:
     return _read_zero_folder(zero_folder)
 
 
+def _hf_files(path: Path) -> list[Path] | None:
+    """Weight files of a folder in Hugging Face's form, or of an index; None if `path` is neither."""
+    if not path.is_dir() and not path.name.endswith(INDEX_SUFFIX):
+        return None
+    # A checkpoint step-N has a file of the same name, under a manifest.
+    if (path / MANIFEST_NAME).is_file():
+        return None
+    files = weight_files(path)
+    if files is None:
+        return None
+    folder = files[0].parent
+    check_model_type(folder)
+    return [*files, folder / UNUSED_FILE] if (folder / UNUSED_FILE).is_file() else files
+
+
 def _read_any(path: Path, *, trust_pickle: bool) -> dict[str, Tensor]:
+    files = _hf_files(path)
+    if files is not None:
+        parts = [_read_any(file, trust_pickle=False) for file in files]
+        return {name: tensor for part in parts for name, tensor in part.items()}
     if path.is_dir():
         return _read_folder(path, trust_pickle=trust_pickle)
     if path.suffix in _SAFETENSORS_SUFFIXES:
@@ -215,8 +238,9 @@ def read_weights(path: Path, *, trust_pickle: bool = False) -> dict[str, Tensor]
     """Complete, finite RWKV-7 weights under official names, shapes and order, on the CPU.
 
     Args:
-        path: a .pth or .safetensors file; a checkpoint step-N of this trainer (its float32 master weights where
-            there are any); or a DeepSpeed checkpoint folder, whose ZeRO shards are merged to float32.
+        path: a .pth or .safetensors file, under official names or Hugging Face's; a Hugging Face folder, or the
+            index of its shards; a checkpoint step-N of this trainer (its float32 master weights where there are
+            any); or a DeepSpeed checkpoint folder, whose ZeRO shards are merged to float32.
         trust_pickle: open DeepSpeed shards even where no manifest of ours vouches for them. They are pickles,
             which can run any code.
 
@@ -226,11 +250,15 @@ def read_weights(path: Path, *, trust_pickle: bool = False) -> dict[str, Tensor]
     Raises:
         CheckpointError: if the file is missing, damaged, hostile, incomplete, not finite, or not RWKV-7.
     """
-    weights = canonical_weights(_read_any(path, trust_pickle=trust_pickle), path)
+    stored = _read_any(path, trust_pickle=trust_pickle)
+    weights = canonical_weights(from_hf(stored, path) if is_hf_layout(stored) else stored, path)
     return {name: _checked_values(name, tensor, path) for name, tensor in weights.items()}
 
 
 def _shapes_in(path: Path) -> Mapping[str, Tensor | tuple[int, ...]]:
+    files = _hf_files(path)
+    if files is not None:
+        return {name: value for file in files for name, value in _shapes_in(file).items()}
     if path.is_dir():
         if not (path / MANIFEST_NAME).is_file() or MODEL_FILE not in read_manifest(path).files:
             return _read_folder(path, trust_pickle=False)
@@ -246,5 +274,8 @@ def peek_shape(path: Path) -> ModelShape:
     Raises:
         CheckpointError: if it cannot be opened or is not RWKV-7.
     """
-    shapes = {without_prefixes(name): value for name, value in _shapes_in(path).items()}
-    return shape_from_weights(shapes, path)
+    stored = {
+        name: tuple(value.shape) if isinstance(value, Tensor) else value for name, value in _shapes_in(path).items()
+    }
+    official = from_hf(stored, path) if is_hf_layout(stored) else stored
+    return shape_from_weights({without_prefixes(name): size for name, size in official.items()}, path)

@@ -20,7 +20,7 @@ class ModelConfig:
     """`model:` the network, how far gradients travel, and the optimizer."""
 
     load_model: str | None = None
-    """Weights to start from: an official .pth or a .safetensors file. Sizes and ranks are read from it. Leave it out, and give n_layer and n_embd, to start from fresh official initial weights."""
+    """Weights to start from: an official .pth, a .safetensors file, or a Hugging Face folder. Sizes and ranks are read from it. Leave it out, and give n_layer and n_embd, to start from fresh official initial weights."""
     n_layer: int | None = None
     """Number of blocks. Needed only without load_model; otherwise it must match the file."""
     n_embd: int | None = None

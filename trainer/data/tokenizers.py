@@ -34,6 +34,7 @@ __all__ = [
     "StreamDecoder",
     "Tokenizer",
     "WorldTokenizer",
+    "built_in_tokenizer",
     "get_tokenizer",
     "read_world_vocabulary",
 ]
@@ -44,6 +45,7 @@ VERSION = 1
 END_OF_TEXT = "<|endoftext|>"
 _SHORT_NAMES = {"neox": "EleutherAI/gpt-neox-20b"}
 _WORLD_VOCAB_SIZE = 65536
+_BUILT_IN_BY_SIZE = {_WORLD_VOCAB_SIZE: "world", 257: "byte", 272: "byte", 512: "byte"}
 _WORLD_SHA256 = "e6dee3d4e31b4d5c40ac99508ac6c701ceef4bed681bf2167ce9a908552bca89"
 _WORLD_FILES = (
     ("pyrwkv_tokenizer", "rwkv_vocab_v20230424.txt"),
@@ -95,6 +97,11 @@ def get_tokenizer(name: str, *, world_add_endoftext_token: bool = True) -> Token
         ConfigError: the name is none of these, or the vocabulary cannot be read.
     """
     return _cached_tokenizer(name, world_add_endoftext_token)
+
+
+def built_in_tokenizer(vocab_size: int) -> str | None:
+    """Name of the tokenizer that models with this many embedding rows are trained with, if the size tells."""
+    return _BUILT_IN_BY_SIZE.get(vocab_size)
 
 
 @functools.lru_cache(maxsize=8)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from trainer.checkpoint.read import read_weights
-from trainer.data.tokenizers import StreamDecoder, Tokenizer, get_tokenizer
+from trainer.data.tokenizers import StreamDecoder, Tokenizer, built_in_tokenizer, get_tokenizer
 from trainer.errors import ConfigError, DataError, NonFiniteError
 from trainer.generate.sampling import Sampler, Sampling
 from trainer.generate.state_file import Snapshot
@@ -47,7 +47,6 @@ CHAT_STOP = "\n\nUser:"
 """What a model writes after its own turn of a chat."""
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_BUILT_IN_TOKENIZERS = {65536: "world", 257: "byte", 272: "byte", 512: "byte"}
 _START_OF_TEXT = 0
 
 
@@ -131,13 +130,14 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 def pick_tokenizer(name: str, vocab_size: int) -> Tokenizer:
     """The tokenizer of `world`, `byte`, a path, or `auto`: the one that models of this vocabulary are trained with."""
     if name == "auto":
-        if vocab_size not in _BUILT_IN_TOKENIZERS:
+        found = built_in_tokenizer(vocab_size)
+        if found is None:
             raise ConfigError(
                 "--tokenizer",
                 f"a vocabulary of {vocab_size} tells no tokenizer",
                 fix="give one: world, byte, or the path of a tokenizer.json",
             )
-        name = _BUILT_IN_TOKENIZERS[vocab_size]
+        name = found
     return get_tokenizer(name)
 
 

@@ -48,7 +48,7 @@ _HINTS = (
     (re.compile(r"\.time_state$"), "this file carries a tuned initial state; use the base model without it"),
     (
         re.compile(r"layers\.\d+\.|embeddings\.weight"),
-        "this looks like the Hugging Face layout; convert it to .pth names",
+        "this looks like another architecture in the Hugging Face layout",
     ),
 )
 
