@@ -78,6 +78,20 @@ BAD = [
     (changed(data={"test_split": 1.5}), ["data.test_split", "1.5"]),
     (changed(data={"max_token_size": 1}), ["data.max_token_size", "data.min_token_size 2"]),
     (changed(data={"num_proc": 0}), ["data.num_proc", "0"]),
+    (changed(trainer={"skip_non_finite": -1}), ["trainer.skip_non_finite", "-1"]),
+    (changed(trainer={"step_timeout_s": NOT_A_NUMBER}), ["trainer.step_timeout_s", "nan"]),
+    (
+        changed(trainer={"skip_non_finite": 2}, strategy="deepspeed_stage_1"),
+        ["trainer.skip_non_finite", "deepspeed_stage_1"],
+    ),
+    (
+        changed(trainer={"rerun_every_steps": 9}, strategy="deepspeed_stage_3"),
+        ["trainer.rerun_every_steps", "deepspeed_stage_3"],
+    ),
+    (
+        changed(checkpoint={"on_failure": "warn"}, strategy="deepspeed_stage_2"),
+        ["checkpoint.on_failure", "warn", "deepspeed_stage_2"],
+    ),
     (changed(data={"batching": "windows"}), ["data.batching", "binidx", "data.source json"]),
     (changed(data={"chunks_per_step": 2}), ["data.chunks_per_step", "stream", "documents"]),
     (

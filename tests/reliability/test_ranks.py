@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
+import re
 import signal
 import socket
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
-from harness import DONE, KILLED, Record, Workplace, checkpoints, make_run, read_rows, write_documents
+from harness import DONE, KILLED, ROOT, Record, Workplace, checkpoints, make_run, read_rows, write_documents
 
 from trainer.checkpoint.find import newest_valid
 
@@ -109,6 +114,15 @@ def test_one_rank_cannot_write_and_the_other_does_not_wait(ddp, fault):
     assert output.count("step-6: cannot write: No space left") == 2
     assert newest_valid(ddp.run(name).run)[0].name == "step-4"
     assert list(ddp.run(name).run.glob(".step-*")) == []
+
+
+@pytest.mark.fault(18)
+def test_both_go_on_if_one_rank_cannot_write(ddp):
+    codes, output = ddp.fit("warned", "--checkpoint.on_failure=warn", rank1="full_at:half:3")
+    assert codes == [DONE, DONE], output
+    assert output.count("not saved (1 so far)") == 2
+    assert [path.name for path in checkpoints(ddp.run("warned").run)] == ["step-4", "step-8"]
+    assert ddp.record("warned").differences(ddp.record("truth")) == []
 
 
 @pytest.mark.fault(12, 62)
@@ -270,3 +284,45 @@ def test_unequal_documents_hang_nothing_and_train_the_same(parent, tmp_path, nam
     assert len(two) == len(one) == 2 * -(-len(LENGTHS[name]) // 2)
     for key in ("loss", "grad_norm", "tokens"):
         assert [row[key] for row in two] == pytest.approx([row[key] for row in one], rel=2e-5), key
+
+
+# ---- as users start it: one command, which starts the other process
+
+
+@pytest.mark.fault(12, 15, 62)
+@pytest.mark.parametrize(
+    ("number", "who", "code"),
+    [(signal.SIGKILL, "child", 6), (signal.SIGTERM, "parent", 143)],
+)
+def test_both_end_when_started_by_lightning(parent, corpus, tmp_path, number, who, code):
+    trainer = {"devices": 2, "strategy": "ddp", "microbatch_size": 1, "max_steps": 5000, "step_timeout_s": 20}
+    work = make_run(parent, corpus, tmp_path / "work", {"trainer": trainer, "checkpoint": {"every_steps": 10}})
+    command = [sys.executable, str(ROOT / "lightning_trainer.py"), "fit", "-c", str(work.config)]
+    with (tmp_path / "log").open("w+") as log:
+        started = subprocess.Popen(
+            [*command, f"--checkpoint.dir={work.run}"],
+            stdout=log, stderr=log, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        try:
+            deadline = time.monotonic() + 120
+            while not checkpoints(work.run):
+                assert started.poll() is None, (tmp_path / "log").read_text()
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            children = Path(f"/proc/{started.pid}/task/{started.pid}/children").read_text().split()
+            os.kill(int(children[0]) if who == "child" else started.pid, number)
+            assert started.wait(timeout=30) == code, (tmp_path / "log").read_text()
+        finally:
+            started.kill()
+            started.wait()
+    output = (tmp_path / "log").read_text()
+    assert "Traceback" not in output
+    steps = [int(word) for word in re.findall(r"saved step (\d+) and stopped", output)]
+    assert len(steps) == (0 if number == signal.SIGKILL else 2)
+    newest = newest_valid(work.run)[0]
+    assert newest is not None
+    assert not steps or newest.name == f"step-{steps[0]}"
+    end = time.monotonic() + 15
+    while os.path.exists(f"/proc/{children[0]}"):
+        assert time.monotonic() < end, "the other process is still there"
+        time.sleep(0.1)

@@ -83,6 +83,25 @@ def test_a_folder_that_vanishes_is_named(another, point):
     assert_storage_error(output, "No such file or directory", str(another.run))
 
 
+@pytest.mark.fault(18, 19)
+@pytest.mark.parametrize("point", ["half:6", pytest.param("manifest:2", marks=pytest.mark.slow), "metrics:6"])
+def test_training_can_go_on_unsaved(truth, another, point):
+    """Nothing of a failed save is left, and lines of metrics come with a later one."""
+    output = another.fit("--checkpoint.on_failure=warn", failpoint=f"{point}:enospc")
+    assert ("kept for later" if "metrics" in point else "not saved (1 so far)") in output
+    assert "No space left" in output
+    assert list(another.run.glob(".step-*")) == []
+    assert another.record().differences(truth.record) == []
+
+
+@pytest.mark.fault(23)
+def test_the_last_checkpoint_has_to_succeed(another):
+    fault = f"folder_vanishes:optimizer:6:{another.run}"
+    output = another.fit("--checkpoint.on_failure=warn", code=4, faults=(fault,))
+    assert "not saved (3 so far)" in output
+    assert_storage_error("\n".join(line for line in output.splitlines() if line.startswith("error:")), "step-11")
+
+
 @pytest.mark.fault(68)
 def test_too_little_memory_names_the_settings_to_change(truth, another):
     output = another.fit(code=2, faults=("out_of_memory:6",))

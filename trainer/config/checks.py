@@ -98,6 +98,7 @@ def check_values(run: RunConfig) -> None:
     """
     _check_ranges(run)
     _check_choices(run)
+    _check_deepspeed(run)
     _check_model(run.model)
     _check_data(run.data)
     _check_batching(run)
@@ -139,10 +140,19 @@ def _check_choices(run: RunConfig) -> None:
     if run.strategy not in STRATEGIES:
         rule = "one of " + ", ".join(STRATEGIES)
         raise ConfigError("trainer.strategy", "not proven yet", found=run.strategy, rule=rule)
+
+
+def _check_deepspeed(run: RunConfig) -> None:
+    """Refuse what a DeepSpeed engine does not let us do."""
+    if not run.strategy.startswith("deepspeed"):
+        return
     for name in ("skip_non_finite", "rerun_every_steps"):
-        if getattr(run.trainer, name) and run.strategy.startswith("deepspeed"):
+        if getattr(run.trainer, name):
             problem = f"does not act with {run.strategy}, whose engine owns the gradients"
             raise ConfigError(f"trainer.{name}", problem, found=getattr(run.trainer, name), fix="use ddp, or remove it")
+    if run.checkpoint.on_failure == "warn":
+        problem = f"does not act with {run.strategy}, whose processes write for themselves"
+        raise ConfigError("checkpoint.on_failure", problem, found="warn", fix="use ddp, or remove it")
 
 
 def _check_model(model: ModelConfig) -> None:

@@ -243,6 +243,8 @@ class CheckpointConfig:
     """Newest checkpoints that are kept; older ones are removed after a newer one is safe. 0 = all."""
     best: bool = False
     """Also keep the checkpoint with the lowest validation loss."""
+    on_failure: Literal["stop", "warn"] = "stop"
+    """A checkpoint or a line of metrics that cannot be written ends the run (exit code 4), or is said and counted while training goes on. The last checkpoint, and that of a signal, always have to succeed. warn: not with DeepSpeed."""
 
 
 @dataclass(frozen=True, kw_only=True)

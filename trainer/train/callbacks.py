@@ -12,7 +12,7 @@ import sys
 import time
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -21,6 +21,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from trainer.checkpoint.atomic import atomic_file, storage_errors
 from trainer.checkpoint.failpoints import failpoint
+from trainer.errors import StorageError
 from trainer.logs import get_logger
 from trainer.train.lit_module import LitRWKV7
 
@@ -58,10 +59,15 @@ class MetricsFile(Callback):
 
     Losses also stand in hexadecimal, so that two runs can be compared bit for bit. A resumed run drops the
     lines after the step it resumes from.
+
+    Args:
+        directory: the run's folder.
+        on_failure: `stop`: a line that cannot be written is an error; `warn`: it is written with a later one.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self.path = directory / METRICS_FILE
+    def __init__(self, directory: Path, on_failure: Literal["stop", "warn"] = "stop") -> None:
+        self.path, self.on_failure = directory / METRICS_FILE, on_failure
+        self._unwritten: list[str] = []
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Keep the lines up to the first step."""
@@ -103,10 +109,23 @@ class MetricsFile(Callback):
                 os.fsync(file.fileno())
 
     def _append(self, trainer: pl.Trainer, row: dict[str, Any]) -> None:
-        if trainer.is_global_zero:
+        if not trainer.is_global_zero:
+            return
+        self._unwritten.append(json.dumps(row) + "\n")
+        size = self.path.stat().st_size if self.path.exists() else 0
+        try:
             with storage_errors(self.path), self.path.open("a", encoding="utf-8") as file:
                 failpoint("metrics")
-                file.write(json.dumps(row) + "\n")
+                file.write("".join(self._unwritten))
+        except StorageError as error:
+            with contextlib.suppress(OSError):
+                os.truncate(self.path, size)
+            if self.on_failure == "stop":
+                raise
+            if len(self._unwritten) == 1:
+                _logger.warning("kept for later: %s", error)
+        else:
+            self._unwritten.clear()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -36,7 +36,7 @@ from trainer.checkpoint.write import (
     write_payload_files,
 )
 from trainer.config import CheckpointConfig
-from trainer.errors import DistributedError, NonFiniteError, TrainerError
+from trainer.errors import DistributedError, NonFiniteError, StorageError, TrainerError
 from trainer.logs import get_logger
 from trainer.train.callbacks import METRICS_FILE, read_metrics
 from trainer.train.lit_module import LitRWKV7
@@ -161,6 +161,7 @@ class Checkpointing(Checkpoint):
         self._saved_step = -1
         self._saved_at = time.monotonic()
         self._is_due = False
+        self._failed_saves = 0
         self._best: tuple[float, Path] | None = None
 
     # ---- restoring
@@ -256,12 +257,23 @@ class Checkpointing(Checkpoint):
 
     def _save_or_leave(self, trainer: pl.Trainer, module: LitRWKV7, *, is_due: bool) -> None:
         if is_due:
-            self.save(trainer, module)
+            self._save_or_warn(trainer, module)
         if trainer.world_size == 1:
             module.agreed_signal = module.stop_signal
         if module.agreed_signal:
             self.save(trainer, module)
             raise interrupted(module.agreed_signal, f"saved step {trainer.global_step} and stopped")
+
+    def _save_or_warn(self, trainer: pl.Trainer, module: LitRWKV7) -> None:
+        """Save; a failed write, which all ranks see, is only said if the settings want that."""
+        try:
+            self.save(trainer, module)
+        except StorageError as error:
+            if self.config.on_failure == "stop":
+                raise
+            self._failed_saves += 1
+            self._saved_at = time.monotonic()
+            _logger.warning("not saved (%d so far): %s", self._failed_saves, error)
 
     def save(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Write the checkpoint of the current step, unless it is there already. All ranks call this.

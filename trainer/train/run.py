@@ -282,7 +282,12 @@ def _fit(
 ) -> None:
     checkpointing = Checkpointing(run.checkpoint, directory, _digest(run, shape), _settings(run), resumed_from)
     limits = TimeLimits(run.trainer)
-    callbacks: list[pl.Callback] = [limits, MetricsFile(directory), RunProgress(), checkpointing]
+    callbacks: list[pl.Callback] = [
+        limits,
+        MetricsFile(directory, run.checkpoint.on_failure),
+        RunProgress(),
+        checkpointing,
+    ]
     if run.trainer.loss_spikes != "off":
         callbacks.append(LossSpikes(run.trainer.loss_spikes, directory / METRICS_FILE))
     if run.trainer.max_tokens > 0:
