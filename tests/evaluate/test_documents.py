@@ -73,6 +73,24 @@ def test_chunk_length_and_rows_change_nothing():
         np.testing.assert_allclose(evaluate_documents(model, store, options).sums_2SP, whole, rtol=1e-5)
 
 
+@pytest.mark.parametrize("context", [1, 16, 100, 256, 300])
+def test_limited_context_is_that_of_pieces(context):
+    """As if each document were cut into pieces, but by the positions in whole documents."""
+    model, store = lively_model(SHAPE), make_store()
+    sums = {}
+    for document, size in enumerate(store.sizes.tolist()):
+        for start in range(0, size - 1, context):
+            ids = torch.from_numpy(store.read(document, start, min(start + context, size - 1) + 1).astype(np.int64))
+            loss = F.cross_entropy(model.head(model(ids[None, :-1])[0][0]), ids[1:], reduction="none")
+            for index, value in enumerate(loss.tolist()):
+                place = start + index + 1
+                first = 1 if place < 16 else 2 ** (place.bit_length() - 1)
+                sums.setdefault(first, []).append(value)
+    table = evaluate_documents(model, store, EvaluationOptions(ctx_len=16, rows=2, context=context))
+    found = {place.first: place.loss for place in table.by_position()}
+    assert found == {first: pytest.approx(np.mean(values), rel=1e-4) for first, values in sorted(sums.items())}
+
+
 def test_progress_counts_every_target():
     counted = []
     evaluate_documents(lively_model(SHAPE), make_store(), EvaluationOptions(ctx_len=16), progress=counted.append)
@@ -90,7 +108,7 @@ def test_what_cannot_be_evaluated_is_said(sizes, words):
         evaluate_documents(lively_model(SHAPE), store, EvaluationOptions(ctx_len=16))
 
 
-@pytest.mark.parametrize(("name", "value"), [("ctx_len", 0), ("ctx_len", 100), ("rows", 0)])
+@pytest.mark.parametrize(("name", "value"), [("ctx_len", 0), ("ctx_len", 100), ("rows", 0), ("context", 0)])
 def test_options_out_of_range(name, value):
     with pytest.raises(ConfigError, match="out of range"):
         EvaluationOptions(**{name: value})

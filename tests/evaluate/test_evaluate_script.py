@@ -82,6 +82,19 @@ def test_the_same_text_in_every_form(call, model_file, text_file, tmp_path):
     assert (two[0][1], two[0][2]) == (whole[0][1], "1,296")
 
 
+def test_contexts_are_compared(call, model_file, text_file, tmp_path):
+    outs = [tmp_path / "loss.json", tmp_path / "loss.png"]
+    code, output, _ = call("loss", model_file, text_file, "--context", 32, 64, "--out", outs[0], "--out", outs[1])
+    assert code == 0
+    whole, *limited = re.split(r"with at most (\d+) tokens of context:\n", output)
+    assert limited[::2] == ["32", "64"]
+    assert len(numbers(whole)) == len(numbers(limited[1])) == len(numbers(limited[3])) == 8
+    rows = json.loads(outs[0].read_text())
+    assert [row["context"] for row in rows[::8]] == [None, 32, 64]
+    assert rows[1]["loss"] == pytest.approx(rows[9]["loss"])
+    assert rows[7]["loss"] != rows[15]["loss"]
+
+
 def test_bf16_is_near(call, model_file, text_file):
     (_, exact, _), *_ = numbers(call("loss", model_file, text_file)[1])
     (_, rounded, _), *_ = numbers(call("loss", model_file, text_file, "--dtype", "bf16", "--device", "cpu")[1])

@@ -47,22 +47,29 @@ def add_loss_command(commands: Commands) -> None:
         help="text files, each one document; or one prepared data set; or one .bin/.idx pair",
     )  # fmt: skip
     parser.add_argument("--split", choices=("validation", "train"), default="validation", help="of a prepared data set")
+    parser.add_argument(
+        "--context", type=int, nargs="+", default=[], metavar="K",
+        help="measure too with at most K tokens of context: how much the text further back is worth",
+    )  # fmt: skip
     _add_out(parser)
 
 
 def _loss(args: argparse.Namespace) -> Iterator[str]:
     check_outputs(args.out)
-    options = EvaluationOptions(ctx_len=args.ctx_len, rows=args.batch_size)
+    runs = [EvaluationOptions(ctx_len=args.ctx_len, rows=args.batch_size, context=k) for k in (None, *args.context)]
     model = load_model(args.model, device=args.device, dtype=args.dtype)
     store, names = open_documents(args.data, args.split, pick_tokenizer(args.tokenizer, model.shape.vocab_size))
-    progress = TokenProgress(int((store.sizes - 1).clip(min=0).sum()))
-    table = evaluate_documents(model, store, options, names=names, progress=progress)
+    progress = TokenProgress(int((store.sizes - 1).clip(min=0).sum()) * len(runs))
+    tables = {run.context: evaluate_documents(model, store, run, names=names, progress=progress) for run in runs}
     progress.finish()
-    for row in loss_rows(table):
-        what = f"{row['first']:,} to {row['last']:,} before" if row["first"] else row["what"]
-        yield f"{what:>28}: loss={row['loss']:.4f} perplexity={row['perplexity']:.2f} tokens={row['tokens']:,.0f}"
+    for context, table in tables.items():
+        if context is not None:
+            yield f"with at most {context:,} tokens of context:"
+        for row in loss_rows(table):
+            what = f"{row['first']:,} to {row['last']:,} before" if row["first"] else row["what"]
+            yield f"{what:>28}: loss={row['loss']:.4f} perplexity={row['perplexity']:.2f} tokens={row['tokens']:,.0f}"
     for out in args.out:
-        write_loss(table, out, f"{args.model.name} on {args.data[0].name}")
+        write_loss(tables, out, f"{args.model.name} on {args.data[0].name}")
 
 
 def add_recall_command(commands: Commands) -> None:

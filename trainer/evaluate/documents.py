@@ -36,7 +36,7 @@ _PART_CHUNKS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationOptions:
-    """How documents go through the model. The result does not depend on it, but for rounding."""
+    """How documents go through the model. But for `context` the result does not depend on it, save for rounding."""
 
     ctx_len: int = 2048
     """Tokens per chunk. Memory grows with it."""
@@ -44,10 +44,14 @@ class EvaluationOptions:
     """Documents that are read side by side."""
     loss_chunk_rows: int = 4096
     """Rows of logits that exist at one time."""
+    context: int | None = None
+    """Forget everything after each so many tokens of a document; None = never. Shows what the text further back is worth."""
 
     def __post_init__(self) -> None:
         if self.ctx_len < 16 or self.ctx_len % 16:
             raise ConfigError("--ctx-len", "out of range", found=self.ctx_len, rule="a multiple of 16")
+        if self.context is not None and self.context < 1:
+            raise ConfigError("--context", "out of range", found=self.context, rule="at least 1")
         if self.rows < 1:
             raise ConfigError("--batch-size", "out of range", found=self.rows, rule="at least 1")
 
@@ -160,9 +164,8 @@ def evaluate_documents(
     longest_first = documents[np.argsort(-store.sizes[documents], kind="stable")]
     for start in range(0, len(longest_first), options.rows):
         states: list[ModelState] = []
-        for batch in _parts(
-            store, longest_first[start : start + options.rows].tolist(), options.ctx_len * _PART_CHUNKS
-        ):
+        part = longest_first[start : start + options.rows].tolist()
+        for batch in _parts(store, part, options.ctx_len * _PART_CHUNKS, options.context):
             states = evaluate_step(
                 engine, [batch], step, device=device, gather=lambda numbers: [numbers],
                 group_sums_2G=sums.step_2G, states=states,
@@ -172,7 +175,7 @@ def evaluate_documents(
     return sums.take(lambda numbers: [numbers])
 
 
-def _parts(store: TokenStore, documents: list[int], part_tokens: int) -> Iterator[Batch]:
+def _parts(store: TokenStore, documents: list[int], part_tokens: int, context: int | None) -> Iterator[Batch]:
     """Documents side by side, longest first, `part_tokens` of each at a time; those that have ended drop out."""
     num_targets = [int(store.sizes[document]) - 1 for document in documents]
     for start in range(0, num_targets[0], part_tokens):
@@ -187,6 +190,8 @@ def _parts(store: TokenStore, documents: list[int], part_tokens: int) -> Iterato
             weight_BT[row, :length] = 1.0 if mask is None else torch.from_numpy(mask.copy())
             source = 0 if store.source_ids is None else int(store.source_ids[document])
             group_BT[row, :length] = torch.from_numpy(group_of(source, position_buckets(start, length)))
-        # Rows begin with a zero state or go on with their own: nothing is reset inside a part.
+        # Rows begin with a zero state, or go on with their own as lanes do.
         reset_BT = torch.zeros(shape, dtype=torch.bool)
-        yield Batch(ids_BT, targets_BT, weight_BT, reset_BT, tuple(lengths), None, group_BT)
+        if context is not None:
+            reset_BT[:, -start % context :: context] = True
+        yield Batch(ids_BT, targets_BT, weight_BT, reset_BT, tuple(lengths), tuple(range(len(lengths))), group_BT)

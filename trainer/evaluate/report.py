@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,13 +41,18 @@ def check_outputs(paths: Sequence[Path], suffixes: Sequence[str] = _SUFFIXES) ->
             raise ConfigError("--out", "its folder does not exist", found=str(path), fix=f"mkdir -p {path.parent}")
 
 
-def loss_rows(table: LossTable) -> list[dict[str, Any]]:
-    """One row for all tokens, then one for each source and each range of positions."""
-    rows: list[dict[str, Any]] = [_row("all", table.tokens, table.loss)]
+def loss_rows(table: LossTable, context: int | None = None) -> list[dict[str, Any]]:
+    """One row for all tokens, then one for each source and each range of positions.
+
+    Args:
+        table: what was measured.
+        context: tokens after which the model had to forget; None = never.
+    """
+    rows = [_row("all", table.tokens, table.loss)]
     weights = table.sums_2SP[1].sum(axis=1).tolist()
     rows += [_row(f"source {n}", weights[table.names.index(n)], loss) for n, loss in table.by_source().items()]
     rows += [_row("position", at.tokens, at.loss, at.first, at.last) for at in table.by_position()]
-    return rows
+    return [row | {"context": context} for row in rows]
 
 
 def _row(what: str, tokens: float, loss: float, first: int | None = None, last: int | None = None) -> dict[str, Any]:
@@ -55,17 +60,21 @@ def _row(what: str, tokens: float, loss: float, first: int | None = None, last: 
     return {"what": what, "first": first, "last": last, "tokens": tokens, "loss": loss, "perplexity": perplexity}
 
 
-def write_loss(table: LossTable, out: Path, title: str) -> None:
+def write_loss(tables: Mapping[int | None, LossTable], out: Path, title: str) -> None:
     """Write losses to `out`, whose suffix decides the format.
+
+    Args:
+        tables: what was measured, by `context` as of `loss_rows`.
+        out: the file.
+        title: of the picture.
 
     Raises:
         StorageError: if it cannot be written.
     """
-    rows = loss_rows(table)
     if out.suffix == ".png":
-        _save(_loss_figure(table, title), out)
+        _save(_loss_figure(tables, title), out)
     else:
-        _write_rows(rows, out)
+        _write_rows([row for context, table in tables.items() for row in loss_rows(table, context)], out)
 
 
 def write_recall(table: RecallTable, out: Path, title: str) -> None:
@@ -92,14 +101,16 @@ def _save(figure: Figure, out: Path) -> None:
         figure.savefig(temp, format="png", dpi=130)
 
 
-def _loss_figure(table: LossTable, title: str) -> Figure:
+def _loss_figure(tables: Mapping[int | None, LossTable], title: str) -> Figure:
     from matplotlib.figure import Figure
 
-    places = table.by_position()
     figure = Figure(figsize=(8, 4.5), layout="tight")
     axes = figure.subplots()
-    axes.plot([math.sqrt(at.first * at.last) for at in places], [at.loss for at in places], "o-")
-    axes.axhline(table.loss, color="0.6", linestyle=":", label=f"mean of all tokens, {table.loss:.4f}")
+    for context, table in tables.items():
+        places = table.by_position()
+        means = [math.sqrt(at.first * at.last) for at in places]
+        told = "whole document" if context is None else f"at most {context:,} tokens of context"
+        axes.plot(means, [at.loss for at in places], "o-", label=f"{told}, mean {table.loss:.4f}")
     axes.set_xscale("log", base=2)
     axes.set(xlabel="tokens of the document before the predicted one", ylabel="loss (nats per token)", title=title)
     axes.grid(alpha=0.3)
