@@ -78,6 +78,8 @@ BAD = [
     (changed(data={"test_split": 1.5}), ["data.test_split", "1.5"]),
     (changed(data={"max_token_size": 1}), ["data.max_token_size", "data.min_token_size 2"]),
     (changed(data={"num_proc": 0}), ["data.num_proc", "0"]),
+    (changed(data={"skip_batches": [[0, 5]]}), ["data.skip_batches", "[0, 5]", "first, last"]),
+    (changed(data={"skip_batches": [[0, 5, 4]]}), ["data.skip_batches", "[0, 5, 4]"]),
     (changed(trainer={"skip_non_finite": -1}), ["trainer.skip_non_finite", "-1"]),
     (changed(trainer={"step_timeout_s": NOT_A_NUMBER}), ["trainer.step_timeout_s", "nan"]),
     (

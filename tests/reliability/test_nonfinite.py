@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 
 import pytest
@@ -117,8 +118,7 @@ LONG = ("--trainer.max_steps=29", "--model.warmup_steps=30", "--checkpoint.every
 @pytest.mark.fault(45)
 def test_a_loss_spike_is_said_and_training_goes_on(another):
     output = another.fit(*LONG, faults=("loss_jumps:22:26",))
-    assert "step=22" in output
-    assert "is a spike" in output
+    assert re.search(r"step=22 .* is a spike: .*; epoch \d+, batch \d+", output)
     assert "step 26: the loss has been twice its mean or more for 5 steps" in output
     assert checkpoints(another.run)[-1].name == "step-29"
 
@@ -155,3 +155,30 @@ def test_a_flipped_bit_is_found_by_computing_twice(another, time):
 @pytest.mark.slow
 def test_a_flipped_bit_is_not_found_in_other_steps(another):
     another.fit("--trainer.rerun_every_steps=3", faults=("flip_a_gradient_bit:2",))
+
+
+# ---- data that are passed over
+
+
+@pytest.mark.promise(10)
+def test_a_run_goes_on_from_before_a_spike_without_its_data(another):
+    """The batches that the messages name; what follows is as if they had not been in the data."""
+    another.fit("--checkpoint.every_steps=1", "--checkpoint.keep=0", "--trainer.max_steps=5")
+    output = another.fit(f"--resume={another.run}/step-3", "--data.skip_batches=[[0, 3, 4]]")
+    assert "passed over by data.skip_batches: epoch 0, batch 4" in output
+    assert [(step, text[-16:]) for step, text in skipped(another)] == [(4, "epoch 0, batch 3"), (4, "epoch 0, batch 4")]
+    rows = another.record().rows
+    assert [row["step"] for row in rows] == list(range(1, 12))
+    tokens = [after["tokens"] - before["tokens"] for before, after in itertools.pairwise(rows)]
+    assert max(tokens) == tokens[0], "nothing of what was passed over is counted"
+
+
+def test_passed_over_data_stay_so_after_a_kill(another):
+    whole = dataclasses.replace(another, run=another.folder / "whole")
+    option = "--data.skip_batches=[[0, 1, 2], [1, 0, 0]]"
+    whole.fit(option)
+    assert another.start(option, failpoint="step:9").wait() == -9
+    another.fit(option)
+    assert another.record().differences(whole.record()) == []
+    assert skipped(another) == skipped(whole)
+    assert len(skipped(whole)) == 3

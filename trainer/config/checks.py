@@ -214,6 +214,10 @@ def _check_data(data: DataConfig) -> None:
         raise ConfigError("data.source", problem, fix="name the source, or a folder of prepared data in data.data_path")
     if data.source in _FILE_KINDS and data.data_path is None:
         raise ConfigError("data.data_path", "missing", fix="give a folder where the prepared data may be kept")
+    for entry in data.skip_batches or []:
+        if len(entry) != 3 or min(entry) < 0 or entry[1] > entry[2]:
+            rule = "[epoch, first, last], counted from 0, first at most last"
+            raise ConfigError("data.skip_batches", "is malformed", found=str(entry), rule=rule)
     for name in ("dataset_offset", "dataset_length"):
         value = getattr(data, name)
         if (value >= 1 and value != int(value)) or (value < 0 and value != -1):

@@ -203,6 +203,8 @@ class DataConfig:
     """Optimizer steps that are prepared ahead by a background thread; 0 = none."""
     dataloader_pin_memory: bool = True
     """Put batches into page-locked memory, so that copies to a GPU overlap with computing."""
+    skip_batches: list[list[int]] | None = None
+    """Data that are passed over without an update: [[epoch, first, last], ...], counted from 0 as messages about bad numbers and loss spikes name them. To go on from before a spike without the data that caused it."""
 
 
 @dataclass(frozen=True, kw_only=True)

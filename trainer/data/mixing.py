@@ -28,6 +28,7 @@ _IS_SHARED = {
     "sort_by_length", "sort_asc", "reverse_train_dataset_before_save", "packing_enable", "packing_batchsize",
     "packing_chunksize", "packing_min_ctx_len", "packing_in_sequence", "dataloader_shuffle_training",
     "dataloader_prefetch_factor", "dataloader_pin_memory", "dataloader_swap_train_test_split",
+    "skip_batches",
 }  # fmt: skip
 
 logger = get_logger(__name__)

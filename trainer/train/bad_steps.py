@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,14 +34,18 @@ def _data_of(batch: StepBatch) -> str:
 
 
 class SkippedSteps:
-    """Leaves out steps that are not finite, up to `limit` in a row.
+    """Leaves out steps that are not finite, up to `limit` in a row, and batches that are to be passed over.
 
     Losses are summed and gradients averaged over all ranks before they are judged: every rank comes to the same
     decision without asking the others.
+
+    Args:
+        limit: `trainer.skip_non_finite`.
+        batches: `data.skip_batches`.
     """
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
+    def __init__(self, limit: int, batches: Sequence[Sequence[int]]) -> None:
+        self.limit, self.batches = limit, batches
         self.in_a_row = 0
         self.last: str | None = None
         """What was wrong with the step that has just been left out; None if it was trained."""
@@ -49,6 +53,15 @@ class SkippedSteps:
     def trained(self) -> None:
         """The step was finite."""
         self.in_a_row, self.last = 0, None
+
+    def passes_over(self, batch: StepBatch) -> bool:
+        """Whether the settings want this batch left out."""
+        at = batch.step_in_epoch
+        if not any(epoch == batch.epoch and first <= at <= last for epoch, first, last in self.batches):
+            return False
+        self.last = f"passed over by data.skip_batches: epoch {batch.epoch}, batch {at}"
+        _logger.info("%s", self.last)
+        return True
 
     def leave_out(self, error: NonFiniteError, batch: StepBatch) -> None:
         """Note a step that was not finite.
@@ -61,7 +74,7 @@ class SkippedSteps:
             steps = f" ({self.in_a_row} steps before it are left out already)" if self.in_a_row else ""
             fix = (
                 "lower model.lr_init or model.grad_clip, look at the data, or leave such steps out with "
-                "trainer.skip_non_finite; the weights are unchanged"
+                "trainer.skip_non_finite or this one with data.skip_batches; the weights are unchanged"
             )
             raise NonFiniteError(error.where, error.problem + steps, found=found, fix=fix) from error
         self.in_a_row += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,7 @@ class LitRWKV7(pl.LightningModule):
         self.data_position: dict[str, Any] | None = None
         self.lanes = LaneStates()
         self.bad_gradient = torch.zeros(())
-        self.skipped = SkippedSteps(run.trainer.skip_non_finite)
+        self.skipped = SkippedSteps(run.trainer.skip_non_finite, run.data.skip_batches or [])
         self.last_metrics: dict[str, float] = {}
         self.stop_signal = 0
         """Number of the signal that asked this rank to stop; 0 = none."""
@@ -183,6 +183,9 @@ class LitRWKV7(pl.LightningModule):
 
     def training_step(self, batch: StepBatch, batch_idx: int) -> None:
         """Gradients of all chunks, checks, clipping, update, metrics."""
+        if self.skipped.passes_over(batch):
+            self._go_on_after(batch, [None] * len(batch.microbatches))
+            return
         self._use_chunk_length(chunk_length(self.run.model, self.global_step))
         optimizer = self.optimizers()
         assert not isinstance(optimizer, list)
@@ -244,11 +247,14 @@ class LitRWKV7(pl.LightningModule):
         self.skipped.leave_out(error, batch)
         optimizer: Any = self.optimizers()
         optimizer.optimizer.zero_grad()
-        for micro, state in zip(batch.microbatches, result.states, strict=False):
-            is_finite = state is not None and all(bool(torch.isfinite(x).all()) for x in state_tensors(state))
-            fresh = self.engine().zero_state(len(micro.lengths)) if micro.lengths else None
-            self.lanes.keep(micro.lane_ids, state if is_finite else fresh)
         self.loss_sums("train").step_2G.zero_()
+        self._go_on_after(batch, result.states)
+
+    def _go_on_after(self, batch: StepBatch, states: Sequence[ModelState | None]) -> None:
+        """Count a step that was left out; lanes whose state is unknown or not finite start anew."""
+        for micro, state in zip(batch.microbatches, states, strict=False):
+            is_finite = state is not None and all(bool(torch.isfinite(x).all()) for x in state_tensors(state))
+            self.lanes.keep(micro.lane_ids, state if is_finite else self.engine().zero_state(len(micro.lengths)))
         self.progress["skipped_steps"] += 1
         self.data_position = batch.position
 

@@ -9,6 +9,7 @@ from typing import Literal
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
+from trainer.data.lanes import StepBatch
 from trainer.errors import NonFiniteError
 from trainer.logs import get_logger
 from trainer.train.callbacks import read_metrics
@@ -62,6 +63,7 @@ class LossSpikes(Callback):
     def __init__(self, policy: Literal["log", "stop"], metrics: Path) -> None:
         self.policy, self.metrics = policy, metrics
         self.watch = SpikeWatch()
+        self._first = "an earlier run"
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Look at the losses before this start."""
@@ -70,22 +72,30 @@ class LossSpikes(Callback):
             if "loss" in row and row["step"] <= trainer.global_step:
                 self.watch.add(row["loss"])
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: object) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, batch: StepBatch, batch_idx: int
+    ) -> None:
         """Judge the step. Its loss is the same on all ranks, so all stop or none."""
         assert isinstance(pl_module, LitRWKV7)
         if pl_module.skipped.last is not None:
             return
         loss, mean = pl_module.last_metrics["train/loss"], self.watch.mean
         count = self.watch.add(loss)
-        if count == 1 and trainer.is_global_zero:
-            _logger.warning("step=%d loss=%.4f is a spike: the mean before is %.4f", trainer.global_step, loss, mean)
+        if count == 1:
+            self._first = f"epoch {batch.epoch}, batch {batch.step_in_epoch}"
+            if trainer.is_global_zero:
+                text = "step=%d loss=%.4f is a spike: the mean before is %.4f; %s"
+                _logger.warning(text, trainer.global_step, loss, mean, self._first)
         if count < SpikeWatch.IN_A_ROW:
             return
         where = f"step {trainer.global_step}"
         problem = f"the loss has been twice its mean or more for {count} steps"
-        found = f"{loss:.4f}, the mean before is {mean:.4f}"
+        found = f"{loss:.4f}, the mean before is {mean:.4f}; the first was in {self._first}"
         if self.policy == "stop":
-            fix = "resume from a checkpoint before the spike, with a lower model.lr_init or model.grad_clip"
+            fix = (
+                "resume from a checkpoint before the spike, with a lower model.lr_init or model.grad_clip, or without "
+                "these data (data.skip_batches)"
+            )
             raise NonFiniteError(where, problem, found=found, fix=fix)
         if trainer.is_global_zero:
             _logger.warning("%s: %s; found %s", where, problem, found)
