@@ -91,6 +91,20 @@ def test_limited_context_is_that_of_pieces(context):
     assert found == {first: pytest.approx(np.mean(values), rel=1e-4) for first, values in sorted(sums.items())}
 
 
+def test_documents_begin_with_a_given_state():
+    model, store = lively_model(SHAPE), make_store([40, 90, 2])
+    before = torch.randint(48, (1, 20), generator=torch.Generator().manual_seed(3))
+    _, state = model(before)
+    table = evaluate_documents(model, store, EvaluationOptions(ctx_len=16, rows=2), initial=state)
+    losses = []
+    for document, size in enumerate([40, 90, 2]):
+        ids = torch.from_numpy(store.read(document, 0, size).astype(np.int64))
+        hidden, _ = model(torch.cat((before[0], ids[:-1]))[None])
+        losses += F.cross_entropy(model.head(hidden[0, 20:]), ids[1:], reduction="none").tolist()
+    assert table.loss == pytest.approx(np.mean(losses), rel=1e-5)
+    assert table.loss != pytest.approx(evaluate_documents(model, store, EvaluationOptions(ctx_len=16)).loss, rel=1e-4)
+
+
 def test_progress_counts_every_target():
     counted = []
     evaluate_documents(lively_model(SHAPE), make_store(), EvaluationOptions(ctx_len=16), progress=counted.append)

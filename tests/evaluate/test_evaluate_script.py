@@ -16,6 +16,8 @@ from trainer.config.schema import DataConfig
 from trainer.data.binidx import write_binidx
 from trainer.data.prepare import prepare
 from trainer.data.store import open_store
+from trainer.generate.engine import load_generator
+from trainer.generate.state_file import save_state
 
 TEXT = "A line of text that is long enough to have positions.\n" * 12
 
@@ -95,6 +97,16 @@ def test_contexts_are_compared(call, model_file, text_file, tmp_path):
     assert rows[7]["loss"] != rows[15]["loss"]
 
 
+def test_a_saved_state_goes_before_each_document(call, model_file, text_file, tmp_path):
+    generator = load_generator(model_file, device="cpu")
+    generator.read("Something else. ")
+    save_state(tmp_path / "state.safetensors", generator.snapshot)
+    plain = numbers(call("loss", model_file, text_file)[1])
+    found = numbers(call("loss", model_file, text_file, "--state-in", tmp_path / "state.safetensors")[1])
+    assert found[1][1] != plain[1][1]
+    assert [name for name, *_ in found] == [name for name, *_ in plain]
+
+
 def test_bf16_is_near(call, model_file, text_file):
     (_, exact, _), *_ = numbers(call("loss", model_file, text_file)[1])
     (_, rounded, _), *_ = numbers(call("loss", model_file, text_file, "--dtype", "bf16", "--device", "cpu")[1])
@@ -128,6 +140,9 @@ def test_recall_prints_a_table(call, model_file, tmp_path):
         (["loss", "MODEL", "LATIN"], "is not UTF-8 at byte 1"),
         (["loss", "MODEL", "TEXT", "--device", "cuda:99"], "--device: cuda:99 is not there"),
         (["loss", "MODEL", "TEXT", "--tokenizer", "world"], "is not in the vocabulary"),
+        (["loss", "MODEL", "TEXT", "--context", "0"], "--context: out of range"),
+        (["loss", "MODEL", "TEXT", "--context", "9", "--state-in", "x.pth"], "--context: forgets the state"),
+        (["loss", "MODEL", "TEXT", "--state-in", "x.pth"], "x.pth"),
         (["recall", "MODEL", "--lengths", "20"], "--lengths: too short"),
         (["tasks", "MODEL", "--tasks", "x", "--out", "x.png"], "--out: the suffix says no format"),
     ],

@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from trainer.errors import ConfigError
 from trainer.evaluate.documents import EvaluationOptions, evaluate_documents, open_documents
 from trainer.evaluate.progress import TokenProgress
 from trainer.evaluate.recall import RecallOptions, measure_recall
 from trainer.evaluate.report import check_outputs, loss_rows, write_loss, write_recall
 from trainer.generate.engine import load_model, pick_tokenizer, read_prompt
+from trainer.generate.state_file import load_state
 
 __all__ = ["add_loss_command", "add_recall_command", "add_tasks_command"]
 
@@ -51,16 +53,23 @@ def add_loss_command(commands: Commands) -> None:
         "--context", type=int, nargs="+", default=[], metavar="K",
         help="measure too with at most K tokens of context: how much the text further back is worth",
     )  # fmt: skip
+    parser.add_argument("--state-in", metavar="FILE", type=Path, help="state before each document, saved or tuned")
     _add_out(parser)
 
 
 def _loss(args: argparse.Namespace) -> Iterator[str]:
     check_outputs(args.out)
+    if args.context and args.state_in is not None:
+        raise ConfigError("--context", "forgets the state of --state-in too", fix="leave one of them out")
     runs = [EvaluationOptions(ctx_len=args.ctx_len, rows=args.batch_size, context=k) for k in (None, *args.context)]
     model = load_model(args.model, device=args.device, dtype=args.dtype)
     store, names = open_documents(args.data, args.split, pick_tokenizer(args.tokenizer, model.shape.vocab_size))
+    initial = None if args.state_in is None else load_state(args.state_in, model).state
     progress = TokenProgress(int((store.sizes - 1).clip(min=0).sum()) * len(runs))
-    tables = {run.context: evaluate_documents(model, store, run, names=names, progress=progress) for run in runs}
+    tables = {
+        run.context: evaluate_documents(model, store, run, names=names, initial=initial, progress=progress)
+        for run in runs
+    }
     progress.finish()
     for context, table in tables.items():
         if context is not None:

@@ -24,7 +24,7 @@ from trainer.errors import ConfigError, DataError
 from trainer.evaluate.losses import LossSums, LossTable
 from trainer.generate.engine import read_prompt
 from trainer.model.rwkv7 import RWKV7
-from trainer.model.state import ModelState
+from trainer.model.state import ModelState, map_state
 from trainer.ops.loss import GroupSums, linear_cross_entropy
 from trainer.types import Batch
 
@@ -57,14 +57,22 @@ class EvaluationOptions:
 
 
 class ModelEngine(EagerEngine):
-    """Chunks through a model in this process, without a strategy."""
+    """Chunks through a model in this process, without a strategy.
 
-    def __init__(self, model: RWKV7, loss_chunk_rows: int = 4096) -> None:
-        self.model, self.loss_chunk_rows = model, loss_chunk_rows
+    Args:
+        model: on its device.
+        loss_chunk_rows: rows of logits that exist at one time.
+        initial: state [1, ...] before each document; None = zero.
+    """
+
+    def __init__(self, model: RWKV7, loss_chunk_rows: int = 4096, initial: ModelState | None = None) -> None:
+        self.model, self.loss_chunk_rows, self.initial = model, loss_chunk_rows, initial
 
     def zero_state(self, rows: int) -> ModelState:
         """See `Engine`."""
-        return self.model.zero_state(rows)
+        if self.initial is None:
+            return self.model.zero_state(rows)
+        return map_state(lambda x: x.repeat(rows, *[1] * (x.dim() - 1)), self.initial)
 
     def forward(self, chunk: ChunkInput, *, with_loss: bool, is_last: bool) -> tuple[Tensor | None, ModelState]:
         """See `EagerEngine`."""
@@ -138,6 +146,7 @@ def evaluate_documents(
     options: EvaluationOptions,
     *,
     names: Sequence[str] = (),
+    initial: ModelState | None = None,
     progress: Callable[[int], None] = lambda num_tokens: None,
 ) -> LossTable:
     """Losses of all trained tokens of a store, by source and by position in their document.
@@ -147,6 +156,7 @@ def evaluate_documents(
         store: token documents. The first token of each is read, not predicted.
         options: how they go through the model.
         names: of the sources, by number.
+        initial: state [1, ...] before each document, such as a tuned one; None = zero.
         progress: called with the number of tokens read since the last call.
 
     Raises:
@@ -157,7 +167,7 @@ def evaluate_documents(
     if not len(documents):
         raise DataError(store.where, "holds no document of two or more tokens: there is nothing to predict")
     device = model.ln_out.weight.device
-    engine, sums = ModelEngine(model, options.loss_chunk_rows), LossSums(names, device)
+    engine, sums = ModelEngine(model, options.loss_chunk_rows, initial), LossSums(names, device)
     step = StepOptions(
         ctx_len=options.ctx_len, window=1, learning_range=-1, host_memory_bytes=1, num_micro=1, micro_rows=options.rows
     )
