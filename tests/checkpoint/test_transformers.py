@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainer.checkpoint.export import write_weights
 from trainer.checkpoint.hf_folder import HfOptions
-from trainer.checkpoint.hf_tokenizer import CHAT_TEMPLATE, tokenizer_files
+from trainer.checkpoint.hf_tokenizer import CHAT_TEMPLATE, extended_tokenizer, tokenizer_files
 from trainer.checkpoint.read import read_weights
 from trainer.data.chat_templates import tokenizer_template
 from trainer.data.conversations import ChatFormat
@@ -222,6 +222,24 @@ def test_chat_template_renders_rwkv_g1(world, messages, tools):
 
 def test_chat_template_is_read_by_the_trainer(tokenizer_folders):
     assert tokenizer_template(tokenizer_folders["world"]).source == CHAT_TEMPLATE
+
+
+def test_added_tokens_are_those_of_the_trainer(tmp_path):
+    new = ["<|im_start|>", "<|im_start|>x", "\u00ff\u3000", "dragons of Tibet"]
+    files, _ = extended_tokenizer(tokenizer_files("world", 65536), new, special=False)
+    files, first = extended_tokenizer(files, ["<special>", *(f"<{number}>" for number in range(5))], special=True)
+    assert first == 65534
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    ours, theirs = get_tokenizer(str(tmp_path)), AutoTokenizer.from_pretrained(tmp_path, trust_remote_code=True)
+    for text in [
+        *TEXTS,
+        "a <|im_start|>xy<|im_start|> \u00ff\u3000\u00fe dragons of Tibets<|endoftext|>b<4> <special>",
+    ]:
+        ids = ours.encode(text)
+        assert theirs.encode(text) == ids, text
+        assert theirs.decode(ids).replace(END_OF_TEXT, "") == ours.decode(ids)
+    assert theirs.decode([98, first, 65530], skip_special_tokens=True) == "a<|im_start|>"
 
 
 def test_other_tokenizers_are_copied(tmp_path):

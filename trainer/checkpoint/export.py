@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from trainer.checkpoint.read import read_pth, read_weights
 from trainer.checkpoint.tensorfile import load_safetensors, save_safetensors
 from trainer.checkpoint.values import own_copies, require_same
 from trainer.errors import CheckpointError, StorageError
+from trainer.model.lazy import shapes_of
 
 __all__ = [
     "DEFAULT_EXPORT_NAME",
@@ -25,6 +27,7 @@ __all__ = [
     "ExportDtype",
     "ExportFormat",
     "ExportReport",
+    "dtype_name",
     "export_checkpoint",
     "save_weights",
     "write_weights",
@@ -56,6 +59,12 @@ class ExportReport:
             f"{self.path}: parameters={self.num_parameters} dtype={self.dtype} "
             f"bytes={self.size_bytes} sha256={self.sha256}"
         )
+
+
+def dtype_name(weights: Mapping[str, Tensor]) -> ExportDtype:
+    """The stored type that keeps weights as they are, told from their embedding."""
+    dtype = weights["emb.weight"].dtype
+    return next(name for name, kind in _DTYPES.items() if kind == dtype)
 
 
 def _verify_written(path: Path, weights: Mapping[str, Tensor], file_format: ExportFormat, out: Path) -> None:
@@ -92,12 +101,12 @@ def save_weights(
     """
     resolved = _resolved_format(out, file_format)
     copies = own_copies(weights, _DTYPES[dtype])
-    num_parameters = sum(tensor.numel() for tensor in copies.values())
+    num_parameters = sum(map(math.prod, copies.shapes.values()))
     needed = num_parameters * _DTYPES[dtype].itemsize
     with atomic_file(out, needed) as temp:
         if resolved == "pth":
             with open(temp, "wb") as file:
-                torch.save(copies, file)
+                torch.save(dict(copies), file)
         else:
             save_safetensors(temp, copies, metadata={"format": "pt"})
         _verify_written(temp, copies, resolved, out)
@@ -115,7 +124,7 @@ def write_weights(
     """Write weights in any export format.
 
     Args:
-        weights: official name -> tensor.
+        weights: official name -> tensor; lazy ones are made one at a time, but for .pth, which is built in memory.
         out: file, or for `hf` and `hf-fla` folder, to write.
         dtype: stored type.
         file_format: default: by the suffix of `out`, .safetensors or else .pth.
@@ -129,7 +138,7 @@ def write_weights(
         return save_weights(weights, out, dtype, file_format)
     options = replace(hf or HfOptions(), with_code=file_format == "hf")
     size, digest = write_hf_folder(weights, out, _DTYPES[dtype], options)
-    return ExportReport(out, sum(tensor.numel() for tensor in weights.values()), dtype, size, digest)
+    return ExportReport(out, sum(map(math.prod, shapes_of(weights).values())), dtype, size, digest)
 
 
 def export_checkpoint(

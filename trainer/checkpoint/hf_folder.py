@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +21,10 @@ from trainer.checkpoint.tensorfile import load_safetensors, save_safetensors
 from trainer.checkpoint.values import own_copies, require_same
 from trainer.errors import CheckpointError, ConfigError, StorageError
 from trainer.model.hf_layout import hf_config, to_hf, unused_names
+from trainer.model.lazy import shapes_of
 from trainer.model.naming import shape_from_weights
 
-__all__ = ["HfOptions", "write_hf_folder"]
+__all__ = ["HfOptions", "tokenizer_folder", "write_hf_folder"]
 
 _CODE_FILES = ("configuration_rwkv7.py", "modeling_rwkv7.py")
 _REPLACEABLE = TOKENIZER_FILES | {
@@ -31,6 +35,7 @@ _REPLACEABLE = TOKENIZER_FILES | {
     SINGLE_FILE + INDEX_SUFFIX,
     *_CODE_FILES,
 }
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _AUTO_MAP = {
     "AutoConfig": "configuration_rwkv7.RWKV7Config",
     "AutoModel": "modeling_rwkv7.RWKV7Model",
@@ -44,30 +49,46 @@ class HfOptions:
 
     with_code: bool = True
     """Bring the Python files that let transformers load the folder without another package."""
-    tokenizer: str = "auto"
-    """See `tokenizer_files`."""
+    tokenizer: str | Mapping[str, bytes] = "auto"
+    """A name for `tokenizer_files`, or such files."""
     max_shard_bytes: int = 5 * 10**9
     """Size of a weight file."""
 
 
 def _check_target(out: Path) -> None:
+    _check_replaceable(out, _REPLACEABLE)
+    if out.exists() and any(out.iterdir()) and not (out / "config.json").is_file():
+        raise StorageError(out, "exists and is no export", fix="choose another output folder")
+
+
+def _check_replaceable(out: Path, known: Collection[str]) -> None:
     if not out.exists():
         return
     if not out.is_dir():
         raise StorageError(out, "exists and is no folder", fix="choose another output folder")
-    foreign = [
-        path.name
-        for path in sorted(out.iterdir())
-        if path.name not in _REPLACEABLE and not (path.name.startswith("model-") and path.suffix == ".safetensors")
-    ]
-    is_export = (out / "config.json").is_file() or not any(out.iterdir())
-    if foreign or not is_export:
-        problem = f"exists and holds {foreign[0]}, which no export writes" if foreign else "exists and is no export"
+    names = sorted(path.name for path in out.iterdir())
+    foreign = next((name for name in names if name not in known and not _SHARD.fullmatch(name)), None)
+    if foreign is not None:
+        problem = f"exists and holds {foreign}, which no export writes"
         raise StorageError(out, problem, fix="choose another output folder")
 
 
+@contextmanager
+def tokenizer_folder(files: Mapping[str, bytes], out: Path) -> Iterator[None]:
+    """Write tokenizer files as a folder once the block has ended well; what could be in the way is refused before.
+
+    Raises:
+        StorageError: if it cannot be written, or `out` holds something else.
+    """
+    _check_replaceable(out, TOKENIZER_FILES)
+    yield
+    with atomic_folder(out, None) as temp:
+        for name, content in files.items():
+            (temp / name).write_bytes(content)
+
+
 def _config(weights: Mapping[str, Tensor], dtype: torch.dtype, options: HfOptions) -> dict[str, Any]:
-    shape = shape_from_weights(weights)
+    shape = shape_from_weights(shapes_of(weights))
     if shape.head_size != 64:
         raise ConfigError(
             "--format hf",
@@ -94,6 +115,8 @@ def _small_files(config: dict[str, Any], options: HfOptions) -> dict[str, bytes]
     }
     if options.with_code:
         files |= {name: (REMOTE_CODE / name).read_bytes() for name in _CODE_FILES}
+    if not isinstance(options.tokenizer, str):
+        return files | dict(options.tokenizer)
     return files | tokenizer_files(options.tokenizer, int(config["vocab_size"]))
 
 
@@ -118,20 +141,18 @@ def write_hf_folder(
     _check_target(out)
     files = _small_files(_config(weights, dtype, options), options)
     converted = to_hf(weights)
-    shards = plan_shards(converted, dtype.itemsize, options.max_shard_bytes)
-    total = sum(tensor.numel() for tensor in converted.values()) * dtype.itemsize
+    sizes = {name: math.prod(size) * dtype.itemsize for name, size in converted.shapes.items()}
+    shards, total = plan_shards(sizes, options.max_shard_bytes), sum(sizes.values())
     if len(shards) > 1:
         files[SINGLE_FILE + INDEX_SUFFIX] = as_json(shard_index(shards, total))
-    contents = {file: {name: converted[name] for name in names} for file, names in shards.items()}
-    contents[UNUSED_FILE] = {name: weights[name] for name in unused_names()}
+    contents = {file: own_copies(converted.only(names), dtype) for file, names in shards.items()}
+    contents[UNUSED_FILE] = own_copies({name: weights[name] for name in unused_names()}, dtype)
     out.parent.mkdir(parents=True, exist_ok=True)
     with atomic_folder(out, None, total + sum(map(len, files.values()))) as temp:
         for name, content in files.items():
             (temp / name).write_bytes(content)
         digest = hashlib.sha256()
-        for file, tensors in contents.items():
-            # One shard at a time is converted and held.
-            copies = own_copies(tensors, dtype)
+        for file, copies in contents.items():
             save_safetensors(temp / file, copies, metadata={"format": "pt"})
             try:
                 require_same(load_safetensors(temp / file), copies, out / file)

@@ -6,8 +6,6 @@ import json
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
-from torch import Tensor
-
 from trainer.errors import CheckpointError
 
 __all__ = [
@@ -81,18 +79,16 @@ def _files_of_index(index: Path) -> list[Path]:
     return [index.parent / name for name in names]
 
 
-def plan_shards(tensors: Mapping[str, Tensor], itemsize: int, max_bytes: int) -> dict[str, list[str]]:
+def plan_shards(sizes: Mapping[str, int], max_bytes: int) -> dict[str, list[str]]:
     """File name -> names of the tensors in it; files of at most `max_bytes` unless one tensor is larger.
 
     Args:
-        tensors: name -> tensor.
-        itemsize: bytes per element as stored.
+        sizes: name of a tensor -> bytes as stored.
         max_bytes: size of a file.
     """
     groups: list[list[str]] = [[]]
     filled = 0
-    for name, tensor in tensors.items():
-        size = tensor.numel() * itemsize
+    for name, size in sizes.items():
         if groups[-1] and filled + size > max_bytes:
             groups.append([])
             filled = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from trainer.checkpoint.failpoints import failpoint
 from trainer.errors import CheckpointError
+from trainer.model.lazy import LazyWeights
 
 __all__ = ["load_safetensors", "safetensors_shapes", "save_safetensors"]
 
@@ -38,20 +40,22 @@ def _raw_bytes(tensor: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> bytes:
+def _header(kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str] | None) -> bytes:
     entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
-    for name, tensor in tensors.items():
-        end = offset + tensor.numel() * tensor.element_size()
-        entries[name] = {
-            "dtype": _DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
-        }
+    for name, (dtype, shape) in kinds.items():
+        end = offset + math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _HEADER_ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
+
+
+def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    if isinstance(tensors, LazyWeights) and tensors.dtype is not None:
+        return {name: (tensors.dtype, shape) for name, shape in tensors.shapes.items()}
+    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
 def save_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
@@ -62,16 +66,16 @@ def save_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mappin
 
     Args:
         path: file to write; it is not replaced atomically here.
-        tensors: name -> tensor of any device and stride.
+        tensors: name -> tensor of any device and stride; lazy ones of a known dtype are made one at a time.
         metadata: text pairs for the header.
     """
     # Larger elements first keep every tensor aligned to its element size.
-    ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
-    middle = len(ordered) // 2
+    kinds = dict(sorted(_kinds(tensors).items(), key=lambda item: -item[1][0].itemsize))
+    middle = len(kinds) // 2
     with open(path, "wb") as file:
-        file.write(_header(ordered, metadata))
-        for index, tensor in enumerate(ordered.values()):
-            data = _raw_bytes(tensor)
+        file.write(_header(kinds, metadata))
+        for index, name in enumerate(kinds):
+            data = _raw_bytes(tensors[name])
             if index == middle:
                 half = len(data) // 2
                 file.write(data[:half])

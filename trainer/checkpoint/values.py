@@ -9,21 +9,21 @@ import torch
 from torch import Tensor
 
 from trainer.errors import ConfigError, StorageError
+from trainer.model.lazy import LazyWeights, shapes_of
 
 __all__ = ["own_copies", "require_same"]
 
 
-def own_copies(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Contiguous CPU tensors of one dtype, each alone in a storage of exactly its own size.
+def own_copies(weights: Mapping[str, Tensor], dtype: torch.dtype) -> LazyWeights:
+    """Contiguous CPU tensors of one dtype, each alone in a storage of exactly its own size, made when asked for.
 
     Args:
         weights: name -> finite tensor; values are rounded to nearest even where `dtype` is narrower.
         dtype: stored type.
 
-    Raises:
-        ConfigError: if a value is out of the range of `dtype`.
+    Making one raises ConfigError if a value is out of the range of `dtype`.
     """
-    return {name: _in_range(name, _own_copy(tensor, dtype)) for name, tensor in weights.items()}
+    return LazyWeights(shapes_of(weights), lambda name: _in_range(name, _own_copy(weights[name], dtype)), dtype)
 
 
 def _in_range(name: str, tensor: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from trainer.data.added_tokens import AddedTokens, read_added_tokens
 from trainer.errors import ConfigError, DataError
 from trainer.logs import get_logger
 
@@ -27,8 +28,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = [
+    "BYTE_VOCABULARY_FILE",
     "END_OF_TEXT",
     "VERSION",
+    "WORLD_VOCABULARY_FILE",
     "ByteTokenizer",
     "HuggingFaceTokenizer",
     "StreamDecoder",
@@ -36,6 +39,7 @@ __all__ = [
     "WorldTokenizer",
     "built_in_tokenizer",
     "get_tokenizer",
+    "holds_tokenizer",
     "read_world_vocabulary",
 ]
 
@@ -43,13 +47,16 @@ VERSION = 1
 """Raise it when the ids of any text change; prepared data sets are then rebuilt."""
 
 END_OF_TEXT = "<|endoftext|>"
+WORLD_VOCABULARY_FILE = "rwkv_vocab_v20230424.txt"
+BYTE_VOCABULARY_FILE = "byte_vocab.txt"
+"""Name of the byte tokenizer's vocabulary in a Hugging Face folder."""
 _SHORT_NAMES = {"neox": "EleutherAI/gpt-neox-20b"}
 _WORLD_VOCAB_SIZE = 65536
 _BUILT_IN_BY_SIZE = {_WORLD_VOCAB_SIZE: "world", 257: "byte", 272: "byte", 512: "byte"}
 _WORLD_SHA256 = "e6dee3d4e31b4d5c40ac99508ac6c701ceef4bed681bf2167ce9a908552bca89"
 _WORLD_FILES = (
-    ("pyrwkv_tokenizer", "rwkv_vocab_v20230424.txt"),
-    ("rwkv", "rwkv_vocab_v20230424.txt"),
+    ("pyrwkv_tokenizer", WORLD_VOCABULARY_FILE),
+    ("rwkv", WORLD_VOCABULARY_FILE),
 )
 # Long texts are encoded in pieces of this many characters, because the Rust core returns Python integers (36 bytes each).
 _PIECE_CHARS = 1 << 20
@@ -89,8 +96,9 @@ def get_tokenizer(name: str, *, world_add_endoftext_token: bool = True) -> Token
     """The tokenizer of `data.tokenizer`.
 
     Args:
-        name: `world`, `byte`, the path of a local Hugging Face tokenizer (folder or tokenizer.json), the name of one
-            in the local cache of the Hub, or `neox`, short for EleutherAI/gpt-neox-20b.
+        name: `world`, `byte`, the path of a local Hugging Face tokenizer (folder or tokenizer.json; a folder with the
+            world or byte vocabulary is that tokenizer, with the tokens added there), the name of one in the local
+            cache of the Hub, or `neox`, short for EleutherAI/gpt-neox-20b.
         world_add_endoftext_token: let the text `<|endoftext|>` encode to 0 with the world tokenizer.
 
     Raises:
@@ -112,7 +120,11 @@ def _cached_tokenizer(name: str, world_add_endoftext_token: bool) -> Tokenizer:
         return ByteTokenizer()
     path = Path(name).expanduser()
     if path.exists():
-        return HuggingFaceTokenizer(path)
+        base = _base_in_folder(path, world_add_endoftext_token)
+        if base is None:
+            return HuggingFaceTokenizer(path)
+        added = read_added_tokens(path)
+        return AddedTokens(base, added, str(path)) if added else base
     cached = _in_hub_cache(_SHORT_NAMES.get(name, name))
     if cached is not None:
         return HuggingFaceTokenizer(cached)
@@ -125,6 +137,22 @@ def _cached_tokenizer(name: str, world_add_endoftext_token: bool) -> Tokenizer:
         if name in _SHORT_NAMES or "/" in name
         else None,
     )
+
+
+def holds_tokenizer(folder: Path) -> bool:
+    """Whether a folder has tokenizer files that `get_tokenizer` reads."""
+    return any((folder / name).is_file() for name in (WORLD_VOCABULARY_FILE, BYTE_VOCABULARY_FILE, "tokenizer.json"))
+
+
+def _base_in_folder(folder: Path, world_add_endoftext_token: bool) -> WorldTokenizer | ByteTokenizer | None:
+    """The tokenizer of our own whose vocabulary lies in a Hugging Face folder."""
+    if (folder / BYTE_VOCABULARY_FILE).is_file():
+        return ByteTokenizer()
+    vocabulary = folder / WORLD_VOCABULARY_FILE
+    if not vocabulary.is_file():
+        return None
+    _check_world_vocabulary(vocabulary, "copy it from a model with that tokenizer")
+    return WorldTokenizer(add_endoftext_token=world_add_endoftext_token)
 
 
 def _in_hub_cache(name: str) -> Path | None:
@@ -160,7 +188,17 @@ def read_world_vocabulary() -> list[bytes]:
     Raises:
         ConfigError: no installed package holds the vocabulary, or it is not the known one.
     """
-    path = _find_world_vocabulary()
+    content = _check_world_vocabulary(_find_world_vocabulary(), "pip install --force-reinstall pyrwkv-tokenizer")
+    table = [b""] * _WORLD_VOCAB_SIZE
+    for line in content.decode().split("\n"):
+        if line:
+            token_id, rest = line.split(" ", 1)
+            literal = ast.literal_eval(rest.rsplit(" ", 1)[0])
+            table[int(token_id)] = literal.encode() if isinstance(literal, str) else literal
+    return table
+
+
+def _check_world_vocabulary(path: Path, fix: str) -> bytes:
     content = path.read_bytes().replace(b"\r\n", b"\n")
     digest = hashlib.sha256(content).hexdigest()
     if digest != _WORLD_SHA256:
@@ -169,15 +207,9 @@ def read_world_vocabulary() -> list[bytes]:
             "is not the world vocabulary of 2023-04-24",
             found=f"sha256 {digest[:16]}...",
             rule=f"sha256 {_WORLD_SHA256[:16]}...",
-            fix="pip install --force-reinstall pyrwkv-tokenizer",
+            fix=fix,
         )
-    table = [b""] * _WORLD_VOCAB_SIZE
-    for line in content.decode().split("\n"):
-        if line:
-            token_id, rest = line.split(" ", 1)
-            literal = ast.literal_eval(rest.rsplit(" ", 1)[0])
-            table[int(token_id)] = literal.encode() if isinstance(literal, str) else literal
-    return table
+    return content
 
 
 def _find_world_vocabulary() -> Path:

@@ -63,7 +63,8 @@ def _loss(args: argparse.Namespace) -> Iterator[str]:
         raise ConfigError("--context", "forgets the state of --state-in too", fix="leave one of them out")
     runs = [EvaluationOptions(ctx_len=args.ctx_len, rows=args.batch_size, context=k) for k in (None, *args.context)]
     model = load_model(args.model, device=args.device, dtype=args.dtype)
-    store, names = open_documents(args.data, args.split, pick_tokenizer(args.tokenizer, model.shape.vocab_size))
+    tokenizer = pick_tokenizer(args.tokenizer, model.shape.vocab_size, args.model)
+    store, names = open_documents(args.data, args.split, tokenizer)
     initial = None if args.state_in is None else load_state(args.state_in, model).state
     progress = TokenProgress(int((store.sizes - 1).clip(min=0).sum()) * len(runs))
     tables = {
@@ -109,7 +110,7 @@ def _recall(args: argparse.Namespace) -> Iterator[str]:
     )  # fmt: skip
     model = load_model(args.model, device=args.device, dtype=args.dtype)
     progress = TokenProgress(sum(set(args.lengths)) * len(set(args.depths)) * args.samples)
-    table = measure_recall(model, pick_tokenizer(args.tokenizer, model.shape.vocab_size), options, progress)
+    table = measure_recall(model, pick_tokenizer(args.tokenizer, model.shape.vocab_size, args.model), options, progress)
     progress.finish()
     yield "depth   " + "".join(f"{length:>12,}" for length in table.lengths)
     for depth, values in zip(table.depths, table.right, strict=True):
@@ -136,7 +137,7 @@ def _tasks(args: argparse.Namespace) -> Iterator[str]:
     check_outputs(args.out, (".json",))
     options = EvaluationOptions(ctx_len=args.ctx_len, rows=args.batch_size)
     model = load_model(args.model, device=args.device, dtype=args.dtype)
-    tokenizer = pick_tokenizer(args.tokenizer, model.shape.vocab_size)
+    tokenizer = pick_tokenizer(args.tokenizer, model.shape.vocab_size, args.model)
     names = [name.strip() for name in args.tasks.split(",") if name.strip()]
     results = run_tasks(
         model, tokenizer, names, options, num_fewshot=args.num_fewshot, limit=args.limit, task_folder=args.task_folder

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from trainer.checkpoint.read import read_weights
-from trainer.data.tokenizers import StreamDecoder, Tokenizer, built_in_tokenizer, get_tokenizer
+from trainer.data.tokenizers import StreamDecoder, Tokenizer, built_in_tokenizer, get_tokenizer, holds_tokenizer
 from trainer.errors import ConfigError, DataError, NonFiniteError
 from trainer.generate.sampling import Sampler, Sampling
 from trainer.generate.state_file import Snapshot
@@ -127,8 +127,13 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     return _DTYPES[name]
 
 
-def pick_tokenizer(name: str, vocab_size: int) -> Tokenizer:
-    """The tokenizer of `world`, `byte`, a path, or `auto`: the one that models of this vocabulary are trained with."""
+def pick_tokenizer(name: str, vocab_size: int, model: Path | None = None) -> Tokenizer:
+    """The tokenizer of `world`, `byte`, a path, or `auto`.
+
+    `auto` is the one that the model's folder brings, or else the one that models of this vocabulary are trained with.
+    """
+    if name == "auto" and model is not None and holds_tokenizer(model):
+        name = str(model)
     if name == "auto":
         found = built_in_tokenizer(vocab_size)
         if found is None:
@@ -147,7 +152,7 @@ def load_generator(
     """A generator at the start of a text.
 
     Args:
-        path: a .pth or .safetensors file, or a checkpoint step-N.
+        path: a .pth or .safetensors file, a Hugging Face folder, or a checkpoint step-N.
         device: see `pick_device`.
         dtype: see `pick_dtype`.
         tokenizer: see `pick_tokenizer`.
@@ -158,7 +163,7 @@ def load_generator(
         ConfigError: if an option does not fit the model or the machine.
     """
     model = load_model(path, device=device, dtype=dtype, kernel=kernel)
-    return Generator(model, pick_tokenizer(tokenizer, model.shape.vocab_size))
+    return Generator(model, pick_tokenizer(tokenizer, model.shape.vocab_size, path))
 
 
 def load_model(path: Path, *, device: str = "auto", dtype: str = "auto", kernel: str = "auto") -> RWKV7:

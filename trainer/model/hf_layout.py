@@ -10,9 +10,11 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from trainer.errors import CheckpointError
+from trainer.model.lazy import LazyWeights, shapes_of
 from trainer.model.naming import ModelShape
 
 __all__ = ["from_hf", "hf_config", "is_hf_layout", "to_hf", "unused_names"]
@@ -76,27 +78,31 @@ def is_hf_layout(names: Iterable[str]) -> bool:
     return any(_HF_SIGNATURE.search(name) for name in names)
 
 
-def to_hf(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def to_hf(weights: Mapping[str, Tensor]) -> LazyWeights:
     """Weights under the names and shapes of the layout, as views, without those of `unused_names`.
 
     Args:
-        weights: under exactly the official names and shapes.
+        weights: under exactly the official names and shapes; lazy ones stay lazy.
     """
-    converted: dict[str, Tensor] = {}
-    for name, tensor in weights.items():
-        if name in unused_names():
-            continue
-        block = _BLOCK.fullmatch(name)
-        if block is None:
-            converted[_TOP[name]] = tensor
-            continue
-        local = block[2]
-        if _TRANSPOSED.fullmatch(local):
-            tensor = tensor.T
-        elif _FLAT.fullmatch(local):
-            tensor = tensor.reshape(-1)
-        converted[f"model.layers.{block[1]}.{_LOCAL[local]}"] = tensor
-    return converted
+    ours: dict[str, str] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, size in shapes_of(weights).items():
+        if name not in unused_names():
+            theirs, like = _converted(name, torch.empty(size, device="meta"))
+            ours[theirs], shapes[theirs] = name, tuple(like.shape)
+    return LazyWeights(shapes, lambda theirs: _converted(ours[theirs], weights[ours[theirs]])[1])
+
+
+def _converted(name: str, tensor: Tensor) -> tuple[str, Tensor]:
+    block = _BLOCK.fullmatch(name)
+    if block is None:
+        return _TOP[name], tensor
+    local = block[2]
+    if _TRANSPOSED.fullmatch(local):
+        tensor = tensor.T
+    elif _FLAT.fullmatch(local):
+        tensor = tensor.reshape(-1)
+    return f"model.layers.{block[1]}.{_LOCAL[local]}", tensor
 
 
 def from_hf(state: Mapping[str, TensorOrShape], source: object = "weights") -> dict[str, TensorOrShape]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from trainer.model.naming import ModelShape, parameter_shapes
 
-__all__ = ["init_weights"]
+__all__ = ["init_weights", "initial_tensor"]
 
 _CONSTANTS = {
     "att.w1": 0.0,
@@ -50,6 +53,7 @@ def _orthogonal(name: str, size: tuple[int, ...], gain: float, seed: int) -> Ten
     return nn.init.orthogonal_(torch.empty(size, dtype=torch.float32), gain=stretched, generator=_generator(seed, name))
 
 
+@functools.lru_cache(maxsize=128)
 def _vectors(shape: ModelShape, layer: int) -> dict[str, Tensor]:
     """float64 [C] values of the per-channel parameters of one block."""
     width, head_size = shape.n_embd, shape.head_size
@@ -96,28 +100,35 @@ def init_weights(shape: ModelShape, seed: int, emb_scale: float = _EMB_SCALE) ->
 
     Source: the initial values of the official trainer's constructor and `generate_init_weight`.
     """
-    vectors = [_vectors(shape, layer) for layer in range(shape.n_layer)]
-
-    def make(item: tuple[str, tuple[int, ...]]) -> Tensor:
-        name, size = item
-        if name == "emb.weight":
-            return torch.empty(size, dtype=torch.float32).uniform_(
-                -emb_scale, emb_scale, generator=_generator(seed, name)
-            )
-        if name == "head.weight":
-            gain = 0.5 * math.sqrt(max(1.0, shape.vocab_size / shape.n_embd))
-            return _orthogonal(name, size, gain, seed)
-        if name.startswith("ln_out."):
-            return torch.ones(size) if name.endswith("weight") else torch.zeros(size)
-        return _block_tensor(name, size, vectors[int(name.split(".")[1])], seed)
-
     sizes = parameter_shapes(shape)
+    with _one_thread() as num_threads, ThreadPoolExecutor(max_workers=num_threads) as pool:
+        tensors = list(pool.map(lambda name: _tensor(shape, name, sizes[name], seed, emb_scale), sizes))
+    return dict(zip(sizes, tensors, strict=True))
+
+
+def initial_tensor(shape: ModelShape, name: str, seed: int) -> Tensor:
+    """One tensor of `init_weights`, the same bits."""
+    with _one_thread():
+        return _tensor(shape, name, parameter_shapes(shape)[name], seed, _EMB_SCALE)
+
+
+@contextmanager
+def _one_thread() -> Iterator[int]:
+    """Gives the number of threads, and takes all but one from torch: the bits of a QR factorisation depend on it."""
     num_threads = torch.get_num_threads()
-    # The bits of a QR factorisation depend on how many threads share it: give each tensor one, several at a time.
     torch.set_num_threads(1)
     try:
-        with ThreadPoolExecutor(max_workers=num_threads) as pool:
-            tensors = list(pool.map(make, sizes.items()))
+        yield num_threads
     finally:
         torch.set_num_threads(num_threads)
-    return dict(zip(sizes, tensors, strict=True))
+
+
+def _tensor(shape: ModelShape, name: str, size: tuple[int, ...], seed: int, emb_scale: float) -> Tensor:
+    if name == "emb.weight":
+        return torch.empty(size, dtype=torch.float32).uniform_(-emb_scale, emb_scale, generator=_generator(seed, name))
+    if name == "head.weight":
+        gain = 0.5 * math.sqrt(max(1.0, shape.vocab_size / shape.n_embd))
+        return _orthogonal(name, size, gain, seed)
+    if name.startswith("ln_out."):
+        return torch.ones(size) if name.endswith("weight") else torch.zeros(size)
+    return _block_tensor(name, size, _vectors(shape, int(name.split(".")[1])), seed)
