@@ -105,6 +105,12 @@ def main() -> int:
     """Parse, prepare, and print what there is now."""
     words, options = take_options(sys.argv[1:])
     run = parse_run_config(words, command="preload")
+    if run.data.streaming:
+        raise ConfigError(
+            "data.streaming",
+            "reads the source while training: there is nothing to prepare",
+            fix="to look at documents add --data.streaming=false --data.data_path=FOLDER --data.dataset_length=100",
+        )
     # Whoever calls this wants the data set built, whatever `fit` is told.
     run = dataclasses.replace(run, data=dataclasses.replace(run.data, skip_datapath_setup=False))
     pair = options.get("--from-binidx")

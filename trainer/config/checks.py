@@ -22,6 +22,13 @@ STRATEGIES = ("auto", "ddp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspee
 
 _FILE_KINDS = ("text", "json", "jsonl", "csv", "parquet", "arrow", "pandas")
 
+_NOT_STREAMED = (
+    "data_path", "skip_datapath_setup", "datapack_config_path", "dataset_offset", "dataset_length", "text_rechunk_auto",
+    "text_rechunk_force", "sort_by_length", "reverse_train_dataset_before_save", "test_split_shuffle",
+    "dataloader_swap_train_test_split",
+)  # fmt: skip
+"""Settings that shape a prepared data set."""
+
 _Rule = tuple[str, Callable[[Any], bool]]
 _POSITIVE: _Rule = ("above 0", lambda value: value > 0)
 _NOT_NEGATIVE: _Rule = ("0 or more", lambda value: value >= 0)
@@ -72,6 +79,7 @@ _RANGES: dict[str, _Rule] = {
     "data.packing_min_ctx_len": _ONE_OR_UNLIMITED,
     "data.num_proc": _AT_LEAST_ONE,
     "data.chunks_per_step": _AT_LEAST_ONE,
+    "data.streaming_shuffle_buffer": _NOT_NEGATIVE,
     "data.dataloader_prefetch_factor": _NOT_NEGATIVE,
     "checkpoint.every_steps": _NOT_NEGATIVE,
     "checkpoint.every_minutes": _NOT_NEGATIVE,
@@ -102,6 +110,7 @@ def check_values(run: RunConfig) -> None:
     _check_model(run.model)
     _check_data(run.data)
     _check_batching(run)
+    _check_streaming(run)
     _check_batch_size(run)
 
 
@@ -212,7 +221,7 @@ def _check_data(data: DataConfig) -> None:
     if data.source is None and data.data_path is None and not is_mixture:
         problem = "neither data.source nor data.data_path is given"
         raise ConfigError("data.source", problem, fix="name the source, or a folder of prepared data in data.data_path")
-    if data.source in _FILE_KINDS and data.data_path is None:
+    if data.source in _FILE_KINDS and data.data_path is None and not data.streaming:
         raise ConfigError("data.data_path", "missing", fix="give a folder where the prepared data may be kept")
     for entry in data.skip_batches or []:
         if len(entry) != 3 or min(entry) < 0 or entry[1] > entry[2]:
@@ -270,6 +279,36 @@ def _check_batching(run: RunConfig) -> None:
         raise ConfigError(
             "model.bptt_learning_range", f"acts only with data.batching: documents, not {batching}",
             found=run.model.bptt_learning_range, fix="remove it",
+        )  # fmt: skip
+
+
+def _check_streaming(run: RunConfig) -> None:
+    data, default = run.data, DataConfig()
+    if not data.streaming:
+        if data.streaming_shuffle_buffer != default.streaming_shuffle_buffer:
+            raise ConfigError(
+                "data.streaming_shuffle_buffer", "acts only with data.streaming", found=data.streaming_shuffle_buffer,
+                fix="remove it",
+            )  # fmt: skip
+        return
+    if data.batching != "stream":
+        raise ConfigError("data.batching", "does not suit data.streaming", found=data.batching, rule="stream")
+    for name in _NOT_STREAMED:
+        if getattr(data, name) != getattr(default, name):
+            raise ConfigError(f"data.{name}", "has no meaning with data.streaming", fix="remove it")
+    if run.model.token_dropout_rate:
+        raise ConfigError("model.token_dropout_rate", "is not done with data.streaming", fix="remove it")
+    if data.source is None and data.sources is None:
+        raise ConfigError("data.source", "is not set, and data.streaming reads it", fix="name the source")
+    if run.max_epochs not in (None, -1):
+        raise ConfigError(
+            "trainer.max_epochs", "has no meaning with data.streaming: how long a pass is, is not known",
+            found=run.max_epochs, fix="set trainer.max_steps or trainer.max_tokens",
+        )  # fmt: skip
+    if run.max_steps < 0 and run.trainer.max_tokens < 0:
+        raise ConfigError(
+            "trainer.max_steps", "is not set, and with data.streaming the data have no end",
+            fix="set it, or trainer.max_tokens",
         )  # fmt: skip
 
 

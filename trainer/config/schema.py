@@ -103,6 +103,10 @@ class DataConfig:
     """Several sources in one data set: each entry holds the `data` settings in which it differs, and may hold name, and one of epochs (passes over it, 1), tokens (how many to take) or weight (its share of all tokens). The name is kept for losses per source."""
     datapack_config_path: str | None = None
     """A datapack file of the older trainer, read as `sources`."""
+    streaming: bool = False
+    """Read `source` while training and store nothing: for sets larger than the disk. With batching: stream only; leave out data_path. A resume continues exactly. docs/data.md says what differs."""
+    streaming_shuffle_buffer: int = 10000
+    """streaming: documents that are read ahead and shuffled together (the order of files is shuffled too); 0 = the order of the source. Each process holds up to twice as many, as token ids."""
     skip_datapath_setup: bool = False
     """Use data_path as it is; never build or check it against the source."""
     tokenizer: str = "world"

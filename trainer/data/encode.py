@@ -36,11 +36,13 @@ __all__ = [
     "EncodedBatch",
     "EncodedFile",
     "Encoder",
+    "encode_batches",
     "encode_records",
     "encoded_schema",
     "flat_array",
     "list_array",
     "skip_prefixes",
+    "trained_targets",
 ]
 
 VERSION = 2
@@ -197,9 +199,9 @@ def encode_records(
     num, num_bytes, max_id = 0, 0, -1
     try:
         with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
-            for read, batch in _encoded(batches, encoder, num_proc):
+            for read, batch in encode_batches(batches, encoder, num_proc):
                 sizes.append(batch.sizes)
-                trained.append(_trained_targets(batch))
+                trained.append(trained_targets(batch))
                 writer.write_batch(_as_arrow(batch, num, schema))
                 num, num_bytes = num + len(batch.sizes), num_bytes + read
                 max_id = max(max_id, int(batch.ids.max()) if len(batch.ids) else -1)
@@ -211,7 +213,7 @@ def encode_records(
     return EncodedFile(path, np.concatenate(sizes), np.concatenate(trained), max_id, num_bytes)
 
 
-def _trained_targets(batch: EncodedBatch) -> np.ndarray:
+def trained_targets(batch: EncodedBatch) -> np.ndarray:
     """Trained tokens of each document; its first token follows nothing, so it is never a target."""
     if batch.mask is None:
         return np.maximum(batch.sizes - 1, 0)
@@ -245,8 +247,10 @@ def list_array(offsets: np.ndarray, values: np.ndarray) -> pa.LargeListArray:
     return pa.LargeListArray.from_arrays(flat_array(offsets.astype(np.int64)), flat_array(values))
 
 
-def _encoded(batches: Iterable[SourceBatch], encoder: Encoder, num_proc: int) -> Iterator[tuple[int, EncodedBatch]]:
-    """(bytes of the source, result) of each batch, in order."""
+def encode_batches(
+    batches: Iterable[SourceBatch], encoder: Encoder, num_proc: int
+) -> Iterator[tuple[int, EncodedBatch]]:
+    """(bytes of the source, result) of each batch, in order; with several processes a few batches are on their way."""
     if num_proc <= 1:
         for batch in batches:
             yield batch.num_bytes, encoder(batch)

@@ -5,18 +5,17 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from trainer.config.schema import DataConfig
+from trainer.data.ahead import prepared_ahead
 from trainer.data.curriculum import Curriculum
 from trainer.data.orders import (
     BatchOrder,
@@ -36,12 +35,21 @@ from trainer.errors import CheckpointError, ConfigError
 from trainer.logs import get_logger, log_once
 from trainer.types import Batch
 
-__all__ = ["LanePlan", "Lanes", "StepBatch", "ValidationLanes"]
+__all__ = [
+    "LanePlan",
+    "Lanes",
+    "StepBatch",
+    "ValidationLanes",
+    "build_batch",
+    "check_order_settings",
+    "steps_ahead",
+]
 
+At = TypeVar("At")
 logger = get_logger(__name__)
 
 # Which targets of a document are trained: see `Curriculum.keep`.
-_Keep = Callable[[int, int, int], "NDArray[np.bool_] | None"]
+Keep = Callable[[int, int, int], "NDArray[np.bool_] | None"]
 
 
 class StepBatch:
@@ -117,7 +125,7 @@ class Lanes:
             (StepBatch(batches, at.epoch, at.step, self._state_at(after)), after)
             for batches, at, after in _build_epoch(self._store, self._order, self._position, self.plan.curriculum)
         )
-        for step, after in _ahead(built, self._data):
+        for step, after in steps_ahead(built, self._data):
             self._position = after
             yield step
 
@@ -137,7 +145,7 @@ class Lanes:
             ConfigError: if a setting that decides the order differs from the checkpoint's.
             CheckpointError: if the state is not one of ours.
         """
-        _check_order_settings(state.get("order"), self._order_settings)
+        check_order_settings(state.get("order"), self._order_settings)
         try:
             self._position = self._read_position(state)
         except (KeyError, TypeError, ValueError, IndexError, OverflowError) as err:
@@ -190,7 +198,7 @@ class ValidationLanes:
             (StepBatch(batches, at.epoch, at.step), after)
             for batches, at, after in _build_epoch(self._store, self._order, self._order.first(), Curriculum())
         )
-        for step, _ in _ahead(built, self._data):
+        for step, _ in steps_ahead(built, self._data):
             yield step
 
 
@@ -233,7 +241,13 @@ def _order_settings(store: TokenStore, data: DataConfig, plan: LanePlan) -> dict
     }
 
 
-def _check_order_settings(saved: object, current: dict[str, object]) -> None:
+def check_order_settings(saved: object, current: dict[str, object]) -> None:
+    """Refuse a position that was made with other settings of the order.
+
+    Raises:
+        ConfigError: names the first setting that differs.
+        CheckpointError: `saved` holds no settings.
+    """
     if not isinstance(saved, dict):
         raise CheckpointError("data position", "has no settings of its order", found=repr(saved))
     for name, value in current.items():
@@ -255,11 +269,12 @@ def _build_epoch(
     while position.epoch == epoch:
         micro_rows, after = order.step(position)
         keep = partial(curriculum.keep, epoch)
-        yield tuple(_build_batch(store, micro, keep) for micro in micro_rows), position, after
+        yield tuple(build_batch(store, micro, keep) for micro in micro_rows), position, after
         position = after
 
 
-def _build_batch(store: TokenStore, micro: MicroRows, keep: _Keep) -> Batch:
+def build_batch(store: TokenStore, micro: MicroRows, keep: Keep | None = None) -> Batch:
+    """The tokens of a micro-batch as tensors; `keep` says which of a document's targets are trained."""
     lengths = tuple(sum(span.num_targets for span in row) for row in micro.rows)
     shape = (len(lengths), lengths[0])
     ids_BT, targets_BT = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
@@ -278,7 +293,7 @@ def _build_batch(store: TokenStore, micro: MicroRows, keep: _Keep) -> Batch:
     )
 
 
-def _fill_row(store: TokenStore, row: Row, arrays: Sequence[NDArray[Any]], keep: _Keep) -> None:
+def _fill_row(store: TokenStore, row: Row, arrays: Sequence[NDArray[Any]], keep: Keep | None) -> None:
     ids_T, targets_T, weight_T, reset_T, group_T = arrays
     at = 0
     for document, start, num, num_untrained in row:
@@ -293,35 +308,21 @@ def _fill_row(store: TokenStore, row: Row, arrays: Sequence[NDArray[Any]], keep:
         ids_T[here], targets_T[here] = tokens[:-1], tokens[1:]
         weight_T[here] = 1 if mask is None else mask
         weight_T[at : at + num_untrained] = 0
-        is_kept = keep(-1 if document is None else document, start, num)
+        is_kept = None if keep is None else keep(-1 if document is None else document, start, num)
         if is_kept is not None:
             weight_T[here] *= is_kept
         reset_T[at] = document is None or start == 0
         at += num
 
 
-def _ahead(built: Iterator[tuple[StepBatch, Position]], data: DataConfig) -> Iterator[tuple[StepBatch, Position]]:
-    """The same items, some of them prepared ahead by one background thread, and pinned if there is a GPU.
-
-    An error surfaces where its item would have come. Dropping this iterator ends the thread after the item
-    that it is working on.
-    """
+def steps_ahead(built: Iterator[tuple[StepBatch, At]], data: DataConfig) -> Iterator[tuple[StepBatch, At]]:
+    """The same items, some of them prepared ahead by one background thread, and pinned if there is a GPU."""
     pin_memory = data.dataloader_pin_memory and torch.cuda.is_available()
     if pin_memory:
         built = ((_pin_memory(step), after) for step, after in built)
-    if data.dataloader_prefetch_factor == 0:
-        yield from built
-        return
     # A thread starts on GPU 0; pinning from there would open a second context on it for every process.
     use_device = partial(torch.cuda.set_device, torch.cuda.current_device()) if pin_memory else None
-    pool = ThreadPoolExecutor(1, "prefetch", use_device)
-    try:
-        pending = deque(pool.submit(next, built, None) for _ in range(data.dataloader_prefetch_factor))
-        while (item := pending.popleft().result()) is not None:
-            pending.append(pool.submit(next, built, None))
-            yield item
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+    return prepared_ahead(built, data.dataloader_prefetch_factor, use_device)
 
 
 def _pin_memory(step: StepBatch) -> StepBatch:

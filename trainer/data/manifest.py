@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.data.remote_files import RemoteFile
+from trainer.data.remote_files import RemoteFile, SourcePath
 from trainer.errors import DataError
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ __all__ = [
     "describe_change",
     "fingerprint_source",
     "list_files",
+    "list_source",
     "read_manifest",
     "sync_folder",
     "verify_files",
@@ -91,6 +92,29 @@ class Manifest:
     format: int = FORMAT
 
 
+def list_source(source: Source) -> list[SourceFile]:
+    """Name, size and time stamp or tag of each file of a source; contents are not read.
+
+    Raises:
+        DataError: a file cannot be read.
+    """
+    return [_status(path, source) for path in source.files]
+
+
+def _status(path: SourcePath, source: Source) -> SourceFile:
+    if isinstance(path, RemoteFile):
+        # The URL holds the commit, and asking for each of thousands of files takes minutes.
+        if source.hub_name is not None:
+            return SourceFile(str(path), 0, 0, None, path.url)
+        remote = path.stat()
+        return SourceFile(str(path), remote.st_size, 0, None, remote.tag)
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise DataError(path, f"cannot be read ({error.strerror})") from error
+    return SourceFile(os.path.relpath(path, source.root), status.st_size, status.st_mtime_ns, None)
+
+
 def fingerprint_source(source: Source, known: Iterable[SourceFile] = ()) -> list[SourceFile]:
     """Identity of each file of a source.
 
@@ -104,21 +128,16 @@ def fingerprint_source(source: Source, known: Iterable[SourceFile] = ()) -> list
     seen = {file.name: file for file in known}
     result: list[SourceFile] = []
     for path in source.files:
-        if isinstance(path, RemoteFile):
-            remote = path.stat()
-            result.append(SourceFile(str(path), remote.st_size, 0, None, remote.tag))
+        now = _status(path, source)
+        old = seen.get(now.name)
+        if isinstance(path, RemoteFile) or (old is not None and (old.size, old.mtime_ns) == (now.size, now.mtime_ns)):
+            result.append(now if old is None else dataclasses.replace(now, sha256=old.sha256))
             continue
-        name = os.path.relpath(path, source.root)
         try:
-            status = path.stat()
-            old = seen.get(name)
-            if old is not None and (old.size, old.mtime_ns) == (status.st_size, status.st_mtime_ns):
-                result.append(old)
-                continue
-            sha256 = file_sha256(path) if status.st_size < _HASH_SOURCE_BYTES else None
+            sha256 = file_sha256(path) if now.size < _HASH_SOURCE_BYTES else None
         except OSError as error:
             raise DataError(path, f"cannot be read ({error.strerror})") from error
-        result.append(SourceFile(name, status.st_size, status.st_mtime_ns, sha256))
+        result.append(dataclasses.replace(now, sha256=sha256))
     return result
 
 

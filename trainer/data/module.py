@@ -12,6 +12,8 @@ from trainer.data.curriculum import Curriculum
 from trainer.data.lanes import LanePlan, Lanes, StepBatch, ValidationLanes
 from trainer.data.prepare import open_prepared, prepare
 from trainer.data.store import TokenStore
+from trainer.data.streaming import StreamedSet, open_streamed
+from trainer.data.streaming_lanes import StreamingLanes
 from trainer.errors import DataError
 
 __all__ = ["LanesDataModule"]
@@ -32,11 +34,14 @@ class LanesDataModule(pl.LightningDataModule):
         self._run, self._vocab_size = run, vocab_size
         self._train: TokenStore | None = None
         self._validation: TokenStore | None = None
-        self._lanes: Lanes | None = None
+        self._streamed: StreamedSet | None = None
+        self._lanes: Lanes | StreamingLanes | None = None
         self._position: dict[str, Any] | None = None
 
     def prepare_data(self) -> None:
         """Build the data set if needed; Lightning calls this on one process of each machine."""
+        if self._run.data.streaming:
+            return
         prepare(self._run.data, seed=self._run.trainer.deterministic_order_seed, vocab_size=self._vocab_size)
 
     def setup(self, stage: str) -> None:
@@ -46,7 +51,9 @@ class LanesDataModule(pl.LightningDataModule):
             DataError: if the data set is missing, damaged or of another vocabulary, or if there is nothing
                 to validate on and `stage` is `validate`.
         """
-        if self._train is None:
+        if self._run.data.streaming:
+            self._open_streamed()
+        elif self._train is None:
             self._train, self._validation, self.manifest = open_prepared(
                 self._run.data, seed=self._run.trainer.deterministic_order_seed, vocab_size=self._vocab_size
             )
@@ -56,30 +63,41 @@ class LanesDataModule(pl.LightningDataModule):
             raise DataError(
                 "data.test_split",
                 "the prepared data set has no validation documents",
-                fix="set it above 0 and prepare the data set again",
+                fix="set it above 0, and prepare the data set again unless data.streaming is set",
             )
         if self.trainer:
             # Lightning warns of a loader of length zero; this is how to say that none is wanted.
             self.trainer.limit_val_batches = 0
 
+    def _open_streamed(self) -> None:
+        if self._streamed is None:
+            seed = self._run.trainer.deterministic_order_seed
+            self._streamed = open_streamed(self._run.data, seed=seed, vocab_size=self._vocab_size)
+            self._validation, self.manifest = self._streamed.validation, self._streamed.manifest
+
     @property
     def source_names(self) -> list[str]:
         """Names of the sources of a mixture, by the number that batches have them under; [] if there is but one."""
-        if self._train is None or self._train.source_ids is None:
-            return []
-        return [str(source["name"]) for source in self.manifest.sources]
+        has_sources = self._train is not None and self._train.source_ids is not None
+        is_mixture = self._streamed is not None and len(self._streamed.streams) > 1
+        return [str(source["name"]) for source in self.manifest.sources] if has_sources or is_mixture else []
 
-    def train_dataloader(self) -> Lanes:
+    def train_dataloader(self) -> Lanes | StreamingLanes:
         """The training set, at the position given to `seek`, else at its start; the same object each time."""
-        assert self._train is not None
         plan = self._plan()
         # A launcher may have given this process its rank after the first call.
         if self._lanes is None or self._lanes.plan != plan:
             position = self._position if self._lanes is None else self._lanes.state_dict()
-            self._lanes = Lanes(self._train, self._run.data, plan)
+            self._lanes = self._make_lanes(plan)
             self.seek(position)
             self._position = None
         return self._lanes
+
+    def _make_lanes(self, plan: LanePlan) -> Lanes | StreamingLanes:
+        if self._streamed is not None:
+            return StreamingLanes(self._streamed, self._run.data, plan)
+        assert self._train is not None
+        return Lanes(self._train, self._run.data, plan)
 
     def val_dataloader(self) -> ValidationLanes:
         """The validation set, which `setup` found."""

@@ -31,6 +31,8 @@ __all__ = [
     "Span",
     "StreamOrder",
     "WindowOrder",
+    "cut_rows",
+    "rows_per_rank",
 ]
 
 SAMPLES_PER_MINI_EPOCH = 40320
@@ -159,7 +161,8 @@ def _next_step(position: Position, steps_per_epoch: int, lanes: LaneState | None
     return Position(position.epoch + 1, 0, lanes)
 
 
-def _rows_per_rank(plan: LanePlan) -> int:
+def rows_per_rank(plan: LanePlan) -> int:
+    """Rows of one process in a step; ConfigError if they do not divide into whole micro-batches."""
     unit = plan.world_size * plan.microbatch_size
     if plan.rows_per_step % unit:
         raise ConfigError(
@@ -172,7 +175,8 @@ def _rows_per_rank(plan: LanePlan) -> int:
     return plan.rows_per_step // plan.world_size
 
 
-def _cut(rows: list[Row], size: int, first_lane: int | None = None) -> tuple[MicroRows, ...]:
+def cut_rows(rows: list[Row], size: int, first_lane: int | None = None) -> tuple[MicroRows, ...]:
+    """Micro-batches of at most `size` rows; rows that continue lanes count them from `first_lane`."""
     micro = []
     for start in range(0, len(rows), size):
         part = tuple(rows[start : start + size])
@@ -227,7 +231,7 @@ class DocumentOrder:
                 for doc in documents[start : start + plan.microbatch_size].tolist()
             ]
             rows.sort(key=lambda row: -row[0].num_targets)
-            micro.extend(_cut(rows, plan.microbatch_size))
+            micro.extend(cut_rows(rows, plan.microbatch_size))
         return tuple(micro), _next_step(position, self.steps_per_epoch)
 
     def _span(self, document: int, limit: int | None, epoch: int) -> Span:
@@ -384,7 +388,7 @@ class StreamOrder:
 
     def __init__(self, sizes: IntArray, plan: LanePlan, pairs_per_lane: int, *, shuffle: bool) -> None:
         self._sizes, self._plan, self._pairs_per_lane = sizes, plan, pairs_per_lane
-        self._rows_per_rank = _rows_per_rank(plan)
+        self._rows_per_rank = rows_per_rank(plan)
         self._queue = _Queue(sizes, plan.seed, shuffle=shuffle)
         pairs_per_step = plan.rows_per_step * pairs_per_lane
         self.steps_per_epoch = -(-self._queue.num_targets // pairs_per_step)
@@ -434,7 +438,7 @@ class StreamOrder:
         drew = numbers != before.numbers
         documents[drew] = self._queue.documents(numbers[drew])
         lanes = LaneState(queue, numbers, documents, offsets)
-        return _cut(rows, self._plan.microbatch_size, first_own), _next_step(position, self.steps_per_epoch, lanes)
+        return cut_rows(rows, self._plan.microbatch_size, first_own), _next_step(position, self.steps_per_epoch, lanes)
 
     def _drawn_spans(self, start: int, stop: int, used_of_last: int) -> Row:
         """Documents start .. stop - 1 of the queue from their first token on, the last one only in part."""
@@ -468,7 +472,7 @@ class WindowOrder:
 
     def __init__(self, num_tokens: int, plan: LanePlan) -> None:
         self._plan = plan
-        self._rows_per_rank = _rows_per_rank(plan)
+        self._rows_per_rank = rows_per_rank(plan)
         self._prime = magic_prime(num_tokens, plan.ctx_len)
         self.steps_per_epoch = -(-SAMPLES_PER_MINI_EPOCH // plan.rows_per_step)
         self.tokens_per_epoch = self.steps_per_epoch * plan.rows_per_step * plan.ctx_len
@@ -485,4 +489,4 @@ class WindowOrder:
         rows: list[Row] = [
             (Span(None, offset, plan.ctx_len),) for offset in official_offsets(self._prime, plan.ctx_len, samples)
         ]
-        return _cut(rows, plan.microbatch_size), _next_step(position, self.steps_per_epoch)
+        return cut_rows(rows, plan.microbatch_size), _next_step(position, self.steps_per_epoch)

@@ -21,11 +21,8 @@ from typing import Any
 import numpy as np
 
 from trainer.config.schema import DataConfig, TrainerConfig
-from trainer.data import formats
 from trainer.data.binidx import BinIdx
 from trainer.data.encode import EncodedFile, Encoder, encode_records
-from trainer.data.format_choice import find_format
-from trainer.data.formats import RecordFormat
 from trainer.data.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -43,9 +40,9 @@ from trainer.data.remote import RemoteFolder
 from trainer.data.remote_files import is_remote
 from trainer.data.saving import Part, SplitWriter
 from trainer.data.selection import document_window, in_words, keep_documents, order_documents, split_documents
-from trainer.data.sources import find_flat, first_record, read_batches
+from trainer.data.sources import find_flat, read_batches
 from trainer.data.store import ArrowStore, FlatStore, SubsetStore, TokenStore, check_token_ids
-from trainer.data.work import VERSION, Work, binidx_work, find_work, has_source, recipe_of, tokenizer_of
+from trainer.data.work import VERSION, Work, binidx_work, encoder_of, find_work, has_source, recipe_of, tokenizer_of
 from trainer.errors import ConfigError, DataError, StorageError
 from trainer.logs import get_logger, log_once, mask_secrets
 
@@ -239,7 +236,7 @@ def _build(data: DataConfig, work: list[Work], seed: int, target: Path) -> Manif
 def _build_into(workspace: Path, data: DataConfig, work: list[Work], seed: int) -> Manifest:
     recipe, files = recipe_of(data, work, seed, [])
     logger.info("data: reading %d files, %.1f MB", len(files), sum(file.size for file in files) / 1e6)
-    encoders = [_encoder(part) for part in work]
+    encoders = [encoder_of(part) for part in work]
     encoded = [
         _encode(part, encoder, workspace / f"encoded-{index}.arrow")
         for index, (part, encoder) in enumerate(zip(work, encoders, strict=True))
@@ -270,27 +267,6 @@ def _build_into(workspace: Path, data: DataConfig, work: list[Work], seed: int) 
     if dropped:
         logger.info("data: dropped %s", in_words(dropped))
     return manifest
-
-
-def _encoder(part: Work) -> Encoder:
-    data = part.data
-    return Encoder(
-        tokenizer=data.tokenizer,
-        world_add_endoftext_token=data.world_add_endoftext_token,
-        append_end_of_document=data.append_end_of_document,
-        record_format=_record_format(part),
-        train_on_end=data.train_on_end,
-        prefix_skip=data.data_prefix_skip_mask,
-    )
-
-
-def _record_format(part: Work) -> RecordFormat:
-    if part.source.kind == "text":
-        return formats.TextFormat(part.data.custom_text_key or "text")
-    place, record = first_record(part.source)
-    if part.source.kind == "binidx":
-        return formats.TokenizedFormat()
-    return find_format(part.data, record, place)
 
 
 def _encode(part: Work, encoder: Encoder, path: Path) -> EncodedFile:

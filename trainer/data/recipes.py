@@ -69,6 +69,30 @@ where a token is trained as a target (left out if all are); `doc_id`, the number
 `source_id` if there are several sources. A folder of the older trainer is read as it is; its `attention_mask` marks
 the trained targets. `--to-binidx PREFIX` writes the official format, `--from-binidx PREFIX` reads it in.
 
+**Larger than the disk?** With `streaming: true` the source is read and tokenized while training, and nothing is stored:
+
+```yaml
+data:
+  source: s3://bucket/texts/*.jsonl.gz   # or local files, or the name of a data set of the Hub
+  streaming: true
+  batching: stream
+  test_split: 500                        # the first 500 documents; a share is one of 10,000
+  streaming_shuffle_buffer: 10000
+  num_proc: 2                            # processes that tokenize, for each rank
+trainer:
+  max_steps: 100000                      # or max_tokens: the end of the data is not known
+  val_check_interval: 2000
+```
+
+The order of files is shuffled for each pass, and documents in blocks of `streaming_shuffle_buffer`; so many files of
+like size mix best. It depends on nothing but the seed. A resume continues with the very next token, also on another
+number of ranks: it reads the blocks at hand again, and of the files at hand what lies before them. Several `sources`
+need a `weight` each. The first documents of each source validate and never train. An epoch is 1,000 steps, in which
+Lightning counts; `data: end of pass 1 ...` says when a source has been read, with counts of what was dropped. Each rank
+reads everything and keeps the tokens of its lanes: on one core about 9 M tokens/s. A document that cannot be read
+stops the run where it comes, with its file and line. Not with it: `dataset_offset`, `dataset_length`, sorting,
+re-chunking, `.bin`/`.idx` pairs, `.npy` files.
+
 **Losses of a mixture.** Each source's mean loss per token is shown and logged as `train/loss/NAME`, over the steps since
 the last time (`trainer.log_every_n_steps`), and as `validation/loss/NAME`, over all its validation documents.
 

@@ -5,6 +5,8 @@ To add a kind of file, name its endings in `_SUFFIXES`, its arguments in `_PARAM
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import glob
 import os
 import re
@@ -28,7 +30,16 @@ if TYPE_CHECKING:
 
     from trainer.config.schema import DataConfig
 
-__all__ = ["VERSION", "Source", "binidx_source", "find_flat", "find_source", "first_record", "read_batches"]
+__all__ = [
+    "VERSION",
+    "Source",
+    "binidx_source",
+    "files_of_hub",
+    "find_flat",
+    "find_source",
+    "first_record",
+    "read_batches",
+]
 
 VERSION = 2
 """Raise it when the records of any source change; prepared data sets are then rebuilt."""
@@ -376,8 +387,14 @@ def _load_hub(source: Source) -> Dataset:
     import datasets
 
     assert source.hub_name is not None
+    with _hub_errors(source.hub_name):
+        return datasets.load_dataset(source.hub_name, split=source.split, **source.params)
+
+
+@contextlib.contextmanager
+def _hub_errors(name: str) -> Iterator[None]:
     try:
-        loaded = datasets.load_dataset(source.hub_name, split=source.split, **source.params)
+        yield
     # datasets raises many unrelated types, several of them bare.
     except Exception as error:
         cause: BaseException = error
@@ -385,12 +402,32 @@ def _load_hub(source: Source) -> Dataset:
             cause = cause.__cause__
         raise DataError(
             "data.source",
-            f"{source.hub_name} is no local path, and the Hub's data set of that name cannot be loaded "
+            f"{name} is no local path, and the Hub's data set of that name cannot be loaded "
             f"({type(cause).__name__}: {cause})",
             fix="check the name, the split and the network; or save it elsewhere with datasets' save_to_disk and give "
             "that folder",
         ) from error
-    return loaded
+
+
+def files_of_hub(source: Source) -> Source:
+    """The files of a Hub data set, pinned to the commit of now, as a source that is read in place.
+
+    Raises:
+        DataError: it cannot be reached, has no such split, or its files are of no kind that is read here.
+    """
+    import datasets
+
+    assert source.hub_name is not None
+    params = dict(source.params)
+    options = params.pop("storage_options", None) or ({"token": params["token"]} if params.get("token") else {})
+    with _hub_errors(source.hub_name):
+        files = datasets.load_dataset_builder(source.hub_name, **params).config.data_files
+        names = [str(name) for name in (files or {})[source.split]]
+    found: list[SourcePath] = [RemoteFile(name, options) if is_remote(name) else Path(name) for name in names]
+    kinds = {_kind_of(file) for file in found}
+    if len(kinds) != 1:
+        raise DataError("data.source", f"{source.hub_name} has files of several kinds", found=", ".join(sorted(kinds)))
+    return dataclasses.replace(source, kind=kinds.pop(), files=tuple(found), params={})
 
 
 def _hub_rows(source: Source) -> Iterator[Any]:

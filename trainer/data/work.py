@@ -10,13 +10,15 @@ from typing import Any
 
 from trainer.config.schema import DataConfig
 from trainer.data import encode, formats, sources, tokenizers
-from trainer.data.format_choice import format_settings, given_format
+from trainer.data.encode import Encoder
+from trainer.data.format_choice import find_format, format_settings, given_format
+from trainer.data.formats import RecordFormat
 from trainer.data.manifest import SourceFile, fingerprint_source
 from trainer.data.mixing import SourceSettings, read_datapack, source_settings
-from trainer.data.sources import Source, binidx_source, find_source
+from trainer.data.sources import Source, binidx_source, find_source, first_record
 from trainer.logs import mask_secrets
 
-__all__ = ["VERSION", "Work", "binidx_work", "find_work", "has_source", "recipe_of", "tokenizer_of"]
+__all__ = ["VERSION", "Work", "binidx_work", "encoder_of", "find_work", "has_source", "recipe_of", "tokenizer_of"]
 
 VERSION = 2
 """Raise it when filtering, splitting, shaping or saving change; prepared data sets are then rebuilt."""
@@ -132,3 +134,25 @@ def _source_recipe(data: DataConfig, source: Source | None, files: list[SourceFi
 def tokenizer_of(data: DataConfig) -> tokenizers.Tokenizer:
     """The tokenizer of the settings."""
     return tokenizers.get_tokenizer(data.tokenizer, world_add_endoftext_token=data.world_add_endoftext_token)
+
+
+def encoder_of(part: Work) -> Encoder:
+    """How a source's records become tokens; the format is told from its first record, unless it is set."""
+    data = part.data
+    return Encoder(
+        tokenizer=data.tokenizer,
+        world_add_endoftext_token=data.world_add_endoftext_token,
+        append_end_of_document=data.append_end_of_document,
+        record_format=_record_format(part),
+        train_on_end=data.train_on_end,
+        prefix_skip=data.data_prefix_skip_mask,
+    )
+
+
+def _record_format(part: Work) -> RecordFormat:
+    if part.source.kind == "text":
+        return formats.TextFormat(part.data.custom_text_key or "text")
+    place, record = first_record(part.source)
+    if part.source.kind == "binidx":
+        return formats.TokenizedFormat()
+    return find_format(part.data, record, place)
