@@ -17,6 +17,7 @@ from trainer.config.schema import DataConfig, ModelConfig
 from trainer.data import source_files, streaming_lanes
 from trainer.data.lanes import LanePlan
 from trainer.data.module import LanesDataModule
+from trainer.data.positions import NUM_BUCKETS
 from trainer.data.sources import files_of_hub, find_source
 from trainer.data.streaming import open_streamed
 from trainer.data.streaming_lanes import StreamingLanes
@@ -162,7 +163,7 @@ def test_mixture_keeps_the_weights_and_knows_the_sources(folder, tmp_path):
     count = np.zeros(2)
     for step in islice(lanes, 60):
         for batch in step.microbatches:
-            count += np.bincount(batch.source_BT.flatten(), minlength=2)
+            count += np.bincount(batch.group_BT.flatten() // NUM_BUCKETS, minlength=2)
     assert count[0] / count.sum() == pytest.approx(0.75, abs=0.02)
     state = json.loads(json.dumps(lanes.state_dict()))
     again = make_lanes(data)
