@@ -17,6 +17,7 @@ from trainer.checkpoint.read import peek_shape, read_weights
 from trainer.checkpoint.shards import UNUSED_FILE
 from trainer.errors import CheckpointError, ConfigError, StorageError
 from trainer.model.hf_layout import from_hf, to_hf
+from trainer.model.init import init_weights
 from trainer.model.naming import ModelShape, parameter_shapes
 
 ROOT = Path(__file__).parents[2]
@@ -223,3 +224,20 @@ def test_programs_write_and_read_folders(tmp_path):
     assert bad.returncode == 2
     assert "none_such holds no tokenizer files" in bad.stderr
     assert not (tmp_path / "y").exists()
+
+
+@pytest.mark.slow
+def test_training_starts_from_a_folder_as_from_the_file(tmp_path):
+    shape = ModelShape.official(2, 64, 272)
+    save_weights(init_weights(shape, 0), tmp_path / "x.pth")
+    export_checkpoint(tmp_path / "x.pth", tmp_path / "x", file_format="hf-fla", hf=NO_TOKENIZER)
+    for source in ("x.pth", "x"):
+        options = [f"--model.load_model={tmp_path / source}", "--model.n_layer=null", "--model.n_embd=null"]
+        options += ["--trainer.max_steps=2", f"--checkpoint.dir={tmp_path / 'runs' / source}"]
+        options += [f"--data.data_path={tmp_path / 'data'}", "--model.ctx_len=64"]
+        config = ROOT / "configs" / "example-min.yaml"
+        done = program(ROOT / "lightning_trainer.py", "fit", "-c", config, *options, cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+    trained = [read_weights(tmp_path / "runs" / source / "step-2") for source in ("x.pth", "x")]
+    assert_same(trained[1], trained[0])
+    assert not torch.equal(trained[0]["emb.weight"].bfloat16(), read_weights(tmp_path / "x.pth")["emb.weight"])

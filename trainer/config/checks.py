@@ -351,7 +351,7 @@ def _check_weights(model: ModelConfig) -> None:
     if path.is_dir() and not (path / "config.json").is_file():
         raise ConfigError(
             "model.load_model", "is a folder, not weights", found=model.load_model,
-            rule="a .pth or .safetensors file", fix="name the file inside it",
+            rule="a .pth or .safetensors file, or a Hugging Face folder with its config.json", fix="name the file inside it",
         )  # fmt: skip
 
 

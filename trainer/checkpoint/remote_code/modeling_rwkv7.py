@@ -18,6 +18,11 @@ from transformers.utils import ModelOutput
 
 from .configuration_rwkv7 import RWKV7Config
 
+
+class ReorderedState(tuple):
+    """A state whose rows were put in the order of new beams."""
+
+
 LayerState = tuple[Tensor, Tensor, Tensor]
 """Input of time mixing at the last token [B, C], of channel mixing [B, C], recurrent state [B, H, N_value, N_key]."""
 
@@ -273,12 +278,16 @@ class RWKV7ForCausalLM(RWKV7PreTrainedModel, GenerationMixin):
         self,
         input_ids: Tensor,
         state: tuple[LayerState, ...] | None = None,
+        past_key_values: tuple[LayerState, ...] | None = None,
         attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
         """With a state only the newest token is read."""
+        # The same state under two names: versions of transformers differ in which one they reorder for beams.
+        if isinstance(past_key_values, ReorderedState):
+            state = past_key_values
         inputs: dict[str, Any] = {"state": state, "use_cache": use_cache, "logits_to_keep": 1}
         if state is not None:
             inputs["input_ids"], attention_mask = input_ids[:, -1:], None
@@ -296,9 +305,9 @@ class RWKV7ForCausalLM(RWKV7PreTrainedModel, GenerationMixin):
             outputs, model_kwargs, is_encoder_decoder, num_new_tokens
         )
         if outputs.get("state") is not None:
-            model_kwargs["state"] = outputs["state"]
+            model_kwargs["state"] = model_kwargs["past_key_values"] = outputs["state"]
         return model_kwargs
 
     @staticmethod
     def _reorder_cache(state: tuple[LayerState, ...], beam_idx: Tensor) -> tuple[LayerState, ...]:
-        return tuple(tuple(x.index_select(0, beam_idx.to(x.device)) for x in layer) for layer in state)
+        return ReorderedState(tuple(x.index_select(0, beam_idx.to(x.device)) for x in layer) for layer in state)
