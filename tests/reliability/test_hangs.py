@@ -56,7 +56,7 @@ def test_without_a_limit_nothing_is_watched(truth, another):
     assert another.record().differences(truth.record) == []
 
 
-@pytest.mark.parametrize("kind", ["MemoryError", "OSError"])
+@pytest.mark.parametrize("kind", ["MemoryError", pytest.param("OSError", marks=pytest.mark.slow)])
 @pytest.mark.fault(69)
 def test_a_dead_prefetch_thread_ends_the_run(another, kind):
     """Not with a wait for data that never come."""

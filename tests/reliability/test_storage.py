@@ -135,7 +135,14 @@ def test_many_shards_need_few_open_files(another, tmp_path):
 
 
 @pytest.mark.fault(71)
-@pytest.mark.parametrize("name", ["with spaces", "ünïcode-模型", "a'quote\"$HOME;"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("with spaces", marks=pytest.mark.slow),
+        "ünïcode 模型",
+        pytest.param("a'q\"$HOME;", marks=pytest.mark.slow),
+    ],
+)
 def test_folders_may_have_any_name(truth, another, name):
     other = dataclasses.replace(another, run=another.folder / name)
     other.fit("--trainer.max_steps=4")
@@ -143,6 +150,7 @@ def test_folders_may_have_any_name(truth, another, name):
     assert other.record().differences(truth.record) == []
 
 
+@pytest.mark.slow
 @pytest.mark.fault(71)
 def test_a_linked_folder_is_as_good_as_its_target(truth, another):
     (another.folder / "elsewhere").mkdir()
