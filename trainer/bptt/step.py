@@ -353,7 +353,7 @@ def run_step(
         learning_range=options.learning_range,
         num_micro=options.num_micro,
         gather=gather,
-        untrained=[_leading_untrained(batch.weight_BT) for batch in batches] if options.window == 1 else (),
+        untrained=[_leading_untrained(batch.weight_BT) for batch in batches],
     )
     scale = world_size / plan.total_weight
     max_kept = max(1, options.host_memory_bytes // _state_bytes(engine.zero_state(options.micro_rows)))
