@@ -138,6 +138,7 @@ def test_recall_prints_a_table(call, model_file, tmp_path):
         (["loss", "MODEL", "FOLDER", "TEXT"], "DATA: several of them can be given only as text files"),
         (["loss", "MODEL", "FOLDER"], "has no validation documents"),
         (["loss", "MODEL", "LATIN"], "is not UTF-8 at byte 1"),
+        (["loss", "MODEL", "chat.jsonl"], "chat.jsonl: holds records, not one text; fix: build a data set"),
         (["loss", "MODEL", "TEXT", "--device", "cuda:99"], "--device: cuda:99 is not there"),
         (["loss", "MODEL", "TEXT", "--tokenizer", "world"], "is not in the vocabulary"),
         (["loss", "MODEL", "TEXT", "--context", "0"], "--context: out of range"),

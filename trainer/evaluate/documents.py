@@ -32,6 +32,7 @@ __all__ = ["EvaluationOptions", "ModelEngine", "evaluate_documents", "open_docum
 
 _PART_CHUNKS = 16
 """Chunks of a document that are in memory at one time."""
+_RECORD_SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".npy")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +137,9 @@ def _open_folder(folder: Path, split: str) -> tuple[TokenStore, list[str]]:
 def _encode(path: Path, tokenizer: Tokenizer) -> np.ndarray:
     if path.is_dir():
         raise DataError(path, "is a folder", rule="text files, or one prepared data set")
+    if path.suffix in _RECORD_SUFFIXES:
+        fix = "build a data set of it with preload_datapath.py, or give it the suffix .txt to read it as it stands"
+        raise DataError(path, "holds records, not one text", fix=fix)
     ids = tokenizer.encode_array(read_prompt(None, path))
     return np.append(ids, np.array([tokenizer.end_of_document], ids.dtype))
 
