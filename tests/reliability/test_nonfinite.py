@@ -141,6 +141,18 @@ def test_computing_steps_twice_changes_nothing(truth, another):
     assert another.record().differences(truth.record) == []
 
 
+@pytest.mark.slow
+@pytest.mark.promise(23)
+def test_random_numbers_and_sums_of_losses_are_those_of_one_time(another):
+    once, twice = (dataclasses.replace(another, run=another.folder / name) for name in ("once", "twice"))
+    once.fit("--trainer.log_every_n_steps=3", faults=("use_random_numbers",))
+    twice.fit("--trainer.log_every_n_steps=3", "--trainer.rerun_every_steps=2", faults=("use_random_numbers",))
+    assert twice.record().differences(once.record()) == []
+    sums = [[{k: v for k, v in row.items() if "loss_at" in k} for row in read_rows(run.run)] for run in (once, twice)]
+    assert sums[0] == sums[1]
+    assert any(sums[0])
+
+
 @pytest.mark.parametrize("time", [pytest.param(3, marks=pytest.mark.slow), 4])
 @pytest.mark.fault(46)
 def test_a_flipped_bit_is_found_by_computing_twice(another, time):
@@ -175,10 +187,11 @@ def test_a_run_goes_on_from_before_a_spike_without_its_data(another):
 
 def test_passed_over_data_stay_so_after_a_kill(another):
     whole = dataclasses.replace(another, run=another.folder / "whole")
-    option = "--data.skip_batches=[[0, 1, 2], [1, 0, 0]]"
-    whole.fit(option)
-    assert another.start(option, failpoint="step:9").wait() == -9
-    another.fit(option)
+    options = ("--data.skip_batches=[[0, 0, 1], [1, 0, 0]]", "--checkpoint.keep=0")
+    whole.fit(*options)
+    assert another.start(*options, failpoint="step:9").wait() == -9
+    another.fit(*options)
     assert another.record().differences(whole.record()) == []
     assert skipped(another) == skipped(whole)
     assert len(skipped(whole)) == 3
+    assert checkpoints(whole.run)[0].name == "step-2", "nothing is saved before the first update"
