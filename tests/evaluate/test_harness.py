@@ -40,6 +40,15 @@ def test_loglikelihood_answers_in_the_order_of_the_requests(scorer):
     assert found[2] == pytest.approx(found[3])
 
 
+def test_answers_to_one_question_are_in_their_order(scorer):
+    pairs = [
+        (f"Question {i % 3}:", f" {word}")
+        for i, word in enumerate(["one", "two", "three", "four", "five", "six", "seven"])
+    ]
+    for (context, continuation), (value, _) in zip(pairs, scorer.loglikelihood(pairs), strict=True):
+        assert value == pytest.approx(log_probability(context, continuation), rel=1e-4)
+
+
 def test_loglikelihood_knows_what_greedy_decoding_writes(scorer):
     text = scorer.generate_until([("Q:", {"max_gen_toks": 3})])[0]
     assert scorer.loglikelihood([("Q:", text)])[0][1]

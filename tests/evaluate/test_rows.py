@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.evaluate.small_models import lively_model
+from trainer.evaluate import rows
 from trainer.evaluate.rows import read_rows, score_continuations
 from trainer.model.state import state_tensors
 
@@ -19,12 +20,12 @@ def logits(tokens):
 
 
 @settings(max_examples=25, deadline=None)
-@given(rows=st.lists(row, min_size=1, max_size=4), chunk=st.integers(1, 40))
-def test_rows_side_by_side_are_each_row_alone(rows, chunk):
-    chunks = list(read_rows(MODEL, rows, chunk))
-    assert [c.start for c in chunks] == list(range(0, max(map(len, rows)), chunk))
+@given(texts=st.lists(row, min_size=1, max_size=4), chunk=st.integers(1, 40))
+def test_rows_side_by_side_are_each_row_alone(texts, chunk):
+    chunks = list(read_rows(MODEL, texts, chunk))
+    assert [c.start for c in chunks] == list(range(0, max(map(len, texts)), chunk))
     hidden = torch.cat([c.hidden_BTC for c in chunks], 1)
-    for index, tokens in enumerate(rows):
+    for index, tokens in enumerate(texts):
         alone, state = MODEL(torch.tensor([tokens]))
         torch.testing.assert_close(hidden[index, -len(tokens) :], alone[0], rtol=1e-3, atol=1e-4)
         for together, mine in zip(state_tensors(chunks[-1].state), state_tensors(state), strict=True):
@@ -54,3 +55,17 @@ def test_greedy_continuations_are_told_from_others():
     pairs = [(context, best), (context, wrong_first), (context, wrong_last), ([7, *context], best[:1])]
     found = [score.is_greedy for score in score_continuations(MODEL, pairs)]
     assert found[:3] == [True, False, False]
+
+
+def test_equal_contexts_are_read_once(monkeypatch):
+    context, answers = list(range(3, 60)), [[1, 2, 3], [1, 2], [9], [7, 7, 7, 7]]
+    alone = [score_continuations(MODEL, [(context, answer)])[0] for answer in answers]
+    read = []
+    real = rows.read_rows
+    monkeypatch.setattr(
+        rows, "read_rows", lambda model, given, chunk: read.append(len(given)) or real(model, given, chunk)
+    )
+    together = score_continuations(MODEL, [(context, answer) for answer in answers], 2)
+    assert read == [1]
+    for found, wanted in zip(together, alone, strict=True):
+        assert found == (pytest.approx(wanted.log_probability, rel=1e-4), wanted.is_greedy)

@@ -57,7 +57,7 @@ class Scorer:
     def generate_until(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
         """Continue each context until a stop text, as its settings say: until, max_gen_toks, do_sample, temperature, top_p, top_k."""
         contexts = [([_START_OF_TEXT, *self.tokenizer.encode(context)], settings) for context, settings in requests]
-        return self._batched(contexts, lambda item: len(item[0]), self._generate)
+        return self._batched(contexts, lambda item: -len(item[0]), lambda item: len(item[0]), self._generate)
 
     def _split(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Tokens of context and continuation, as they are in the joined text; spaces before a word belong to it."""
@@ -74,22 +74,27 @@ class Scorer:
             scores = score_continuations(self.model, part, self.options.ctx_len)
             return [(found.log_probability, found.is_greedy) for found in scores]
 
-        return self._batched(pairs, lambda pair: len(pair[0]) + len(pair[1]), score)
+        # Questions with several answers have one context, which is read once if they come together.
+        def place(pair: tuple[list[int], list[int]]) -> tuple[int, list[int], int]:
+            return -len(pair[0]), pair[0], -len(pair[1])
+
+        return self._batched(pairs, place, lambda pair: len(pair[0]) + len(pair[1]), score)
 
     def _batched(
         self,
         items: list[_Request],
-        length: Callable[[_Request], int],
+        place: Callable[[_Request], Any],
+        size: Callable[[_Request], int],
         answer: Callable[[list[_Request]], list[_Result]],
     ) -> list[_Result]:
-        """Answers in the order of the items, made for items of like length together, the longest first."""
-        order = sorted(range(len(items)), key=lambda index: -length(items[index]))
+        """Answers in the order of the items, made for neighbours by `place` together; `size` is in tokens."""
+        order = sorted(range(len(items)), key=lambda index: place(items[index]))
         results: dict[int, _Result] = {}
-        progress = TokenProgress(sum(map(length, items)))
+        progress = TokenProgress(sum(map(size, items)))
         for start in range(0, len(order), self.options.rows):
             part = order[start : start + self.options.rows]
             results.update(zip(part, answer([items[index] for index in part]), strict=True))
-            progress(sum(length(items[index]) for index in part))
+            progress(sum(size(items[index]) for index in part))
         progress.finish()
         return [results[index] for index in range(len(items))]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trainer.model.rwkv7 import RWKV7
-from trainer.model.state import ModelState
+from trainer.model.state import ModelState, map_state
 
 __all__ = ["Chunk", "ContinuationScore", "read_rows", "score_continuations"]
 
@@ -59,43 +59,59 @@ def read_rows(model: RWKV7, rows: Sequence[Sequence[int]], chunk_tokens: int) ->
         yield Chunk(start, hidden_BTC, state)
 
 
+@torch.no_grad()
 def score_continuations(
     model: RWKV7, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], chunk_tokens: int = 2048
 ) -> list[ContinuationScore]:
-    """How probable each continuation is after its context.
+    """How probable each continuation is after its context. Equal contexts are read once.
 
     Args:
         model: on its device.
         pairs: tokens of context (at least one) and continuation, all read side by side.
         chunk_tokens: tokens that are read at once.
     """
-    rows = [[*context, *continuation][:-1] for context, continuation in pairs]
-    # The last tokens of a row predict its continuation.
-    begins = [max(map(len, rows)) - len(continuation) for _, continuation in pairs]
-    totals = torch.zeros(len(rows), dtype=torch.float64)
-    is_greedy = torch.ones(len(rows), dtype=torch.bool)
-    for chunk in read_rows(model, rows, chunk_tokens):
-        stop = chunk.start + chunk.hidden_BTC.shape[1]
-        wanted = [range(max(chunk.start, begin), stop) for begin in begins]
-        owner_R = torch.tensor([index for index, places in enumerate(wanted) for _ in places], dtype=torch.int64)
-        place_R = torch.tensor([place for places in wanted for place in places], dtype=torch.int64)
-        target_R = torch.tensor(
-            [pairs[index][1][place - begins[index]] for index, places in enumerate(wanted) for place in places],
-            dtype=torch.int64,
-        )
-        for owner, place, target in zip(*(x.split(_LOGIT_ROWS) for x in (owner_R, place_R, target_R)), strict=True):
-            if len(owner):
-                log_probability, greedy = _scores(model, chunk, owner, place, target)
-                totals.index_add_(0, owner, log_probability)
-                is_greedy[owner[~greedy]] = False
-    return [ContinuationScore(float(total), bool(greedy)) for total, greedy in zip(totals, is_greedy, strict=True)]
+    contexts = {context: number for number, context in enumerate(dict.fromkeys(tuple(first) for first, _ in pairs))}
+    for chunk in read_rows(model, list(contexts), chunk_tokens):
+        last = chunk
+    owner = torch.tensor([contexts[tuple(context)] for context, _ in pairs], device=last.hidden_BTC.device)
+    state, hidden_BTC = map_state(lambda x: x[owner], last.state), last.hidden_BTC[owner, -1:]
+    continuations = [continuation for _, continuation in pairs]
+    scores = _Scores(model, continuations)
+    scores.add(hidden_BTC, 0)
+    longest = max(map(len, continuations))
+    for start in range(0, longest - 1, chunk_tokens):
+        ids_BT = torch.zeros(len(pairs), min(chunk_tokens, longest - 1 - start), dtype=torch.int64)
+        for row, continuation in enumerate(continuations):
+            here = torch.tensor(continuation[start : start + ids_BT.shape[1]], dtype=torch.int64)
+            ids_BT[row, : len(here)] = here
+        hidden_BTC, state = model(ids_BT.to(owner.device), state)
+        scores.add(hidden_BTC, start + 1)
+    return scores.result()
 
 
-def _scores(model: RWKV7, chunk: Chunk, owner_R: Tensor, place_R: Tensor, target_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target, and whether it is the most probable token, on the CPU."""
-    device = chunk.hidden_BTC.device
-    target_R = target_R.to(device)
-    logits_RV = model.head(chunk.hidden_BTC[owner_R.to(device), (place_R - chunk.start).to(device)]).float()
-    picked_R = logits_RV.gather(1, target_R[:, None]).squeeze(1)
-    is_greedy_R = logits_RV.argmax(1) == target_R
-    return (picked_R - logits_RV.logsumexp(1)).double().cpu(), is_greedy_R.cpu()
+class _Scores:
+    """Sums up log-probabilities of continuations."""
+
+    def __init__(self, model: RWKV7, continuations: Sequence[Sequence[int]]) -> None:
+        self.model, self.continuations = model, continuations
+        self.totals = torch.zeros(len(continuations), dtype=torch.float64)
+        self.is_greedy = torch.ones(len(continuations), dtype=torch.bool)
+
+    def add(self, hidden_BTC: Tensor, start: int) -> None:
+        """Score the tokens from place `start` of each continuation on, which this output predicts; others are ignored."""
+        num = hidden_BTC.shape[1]
+        wanted = [continuation[start : start + num] for continuation in self.continuations]
+        row_R = torch.tensor([row for row, tokens in enumerate(wanted) for _ in tokens], dtype=torch.int64)
+        place_R = torch.tensor([place for tokens in wanted for place in range(len(tokens))], dtype=torch.int64)
+        target_R = torch.tensor([token for tokens in wanted for token in tokens], dtype=torch.int64)
+        for part in zip(*(x.split(_LOGIT_ROWS) for x in (row_R, place_R, target_R)), strict=True):
+            row, place, target = (x.to(hidden_BTC.device) for x in part)
+            logits_RV = self.model.head(hidden_BTC[row, place]).float()
+            picked_R = logits_RV.gather(1, target[:, None]).squeeze(1)
+            self.totals.index_add_(0, part[0], (picked_R - logits_RV.logsumexp(1)).double().cpu())
+            self.is_greedy[part[0][(logits_RV.argmax(1) != target).cpu()]] = False
+
+    def result(self) -> list[ContinuationScore]:
+        """The scores so far."""
+        pairs = zip(self.totals.tolist(), self.is_greedy.tolist(), strict=True)
+        return [ContinuationScore(total, greedy) for total, greedy in pairs]
