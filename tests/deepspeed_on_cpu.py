@@ -13,8 +13,10 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
+from trainer.train.zero import ZeroStrategy
 
-class CpuDeepSpeedStrategy(DeepSpeedStrategy):
+
+class CpuDeepSpeedStrategy(ZeroStrategy):
     """ZeRO on CPU processes."""
 
     def __init__(self, config: dict) -> None:

@@ -6,11 +6,36 @@ residual stream, H heads, N head size, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["Batch"]
+__all__ = ["Batch", "LazyTensors"]
+
+
+class LazyTensors(Mapping[str, Tensor]):
+    """Named tensors of which each is made or read when it is asked for, and not kept.
+
+    Args:
+        names: in order.
+        make: gives the tensor of a name.
+    """
+
+    def __init__(self, names: Iterable[str], make: Callable[[str], Tensor]) -> None:
+        self._names = dict.fromkeys(names)
+        self._make = make
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._make(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 class Batch(NamedTuple):

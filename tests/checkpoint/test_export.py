@@ -13,9 +13,12 @@ from safetensors.torch import load_file
 
 from trainer.checkpoint import export as export_module
 from trainer.checkpoint import failpoints
+from trainer.checkpoint.atomic import atomic_folder
 from trainer.checkpoint.export import export_checkpoint, save_weights
+from trainer.checkpoint.pieces import MASTER, Piece, save_pieces
 from trainer.checkpoint.read import peek_shape, read_weights
-from trainer.checkpoint.write import MASTER_FILE, MODEL_FILE, CheckpointPayload, write_checkpoint
+from trainer.checkpoint.tensorfile import save_safetensors
+from trainer.checkpoint.write import MODEL_FILE
 from trainer.errors import ResumeError, StorageError
 from trainer.model.init import init_weights
 from trainer.model.naming import ModelShape, parameter_shapes
@@ -33,9 +36,11 @@ def weights():
 def run_folder(tmp_path, weights):
     directory = tmp_path / "run"
     directory.mkdir()
-    tensors = {MODEL_FILE: {name: tensor.bfloat16() for name, tensor in weights.items()}, MASTER_FILE: weights}
+    masters = [Piece(name, tuple(x.shape), 0, {MASTER: x.flatten()}) for name, x in weights.items()]
     for step in (1, 2):
-        write_checkpoint(directory, step, CheckpointPayload(tensors=tensors))
+        with atomic_folder(directory / f"step-{step}", {"step": step}) as temp:
+            save_safetensors(temp / MODEL_FILE, {name: x.bfloat16() for name, x in weights.items()})
+            save_pieces(temp, 0, masters)
     return directory
 
 

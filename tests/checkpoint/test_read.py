@@ -10,8 +10,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from trainer.checkpoint.atomic import atomic_folder
+from trainer.checkpoint.pieces import MASTER, Piece, save_pieces
 from trainer.checkpoint.read import peek_shape, read_weights
-from trainer.checkpoint.write import MASTER_FILE, MODEL_FILE, CheckpointPayload, write_checkpoint
+from trainer.checkpoint.tensorfile import save_safetensors
+from trainer.checkpoint.write import MODEL_FILE, CheckpointPayload, write_checkpoint
 from trainer.errors import CheckpointError
 from trainer.model.naming import ModelShape, parameter_shapes
 
@@ -250,9 +253,15 @@ def test_checkpoint_folder_gives_its_master_weights(tmp_path, stored):
     folder = write_checkpoint(tmp_path, 1, CheckpointPayload(tensors=low))
     assert_equals_good(read_weights(folder), stored)
     assert peek_shape(folder) == GOOD_SHAPE
-    high = low | {MASTER_FILE: {name: tensor.float() + 1e-6 for name, tensor in stored.items()}}
-    weights = read_weights(write_checkpoint(tmp_path, 2, CheckpointPayload(tensors=high)))
+    with atomic_folder(tmp_path / "step-2", {"step": 2}) as temp:
+        save_safetensors(temp / MODEL_FILE, low[MODEL_FILE])
+        for rank in (0, 1):  # two processes that keep half of each parameter
+            halves = ((name, x.float().flatten() + 1e-6, x.numel() // 2) for name, x in stored.items())
+            parts = ((name, x[h:] if rank else x[:h], h * rank) for name, x, h in halves)
+            save_pieces(temp, rank, [Piece(n, tuple(stored[n].shape), at, {MASTER: x}) for n, x, at in parts])
+    weights = read_weights(tmp_path / "step-2")
     assert torch.equal(weights["emb.weight"], stored["emb.weight"].float() + 1e-6)
+    assert peek_shape(tmp_path / "step-2") == GOOD_SHAPE
 
 
 def test_damaged_checkpoint_folder_is_refused(tmp_path, stored):

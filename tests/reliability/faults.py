@@ -20,6 +20,8 @@ from typing import Any
 import torch
 
 from trainer.checkpoint import atomic, tensorfile
+from trainer.checkpoint.pieces import MASTER, SavedPieces
+from trainer.config import RunConfig
 from trainer.data import lanes
 from trainer.data.lanes import Lanes
 from trainer.data.module import LanesDataModule
@@ -71,19 +73,18 @@ def forget_lane_states() -> None:
     LaneStates.restore = lambda self, tensors, device: None
 
 
+def _read_otherwise(change: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+    read = SavedPieces.read
+    SavedPieces.read = lambda self, kind, *args: change(kind, read(self, kind, *args))
+
+
 def forget_moments() -> None:
-    load = MasterAdamW.load_state_dict
-    MasterAdamW.load_state_dict = lambda self, state: load(self, {**state, "state": {}})
+    _read_otherwise(lambda kind, x: x if kind == MASTER else torch.zeros_like(x))
 
 
 def forget_masters() -> None:
     """Masters start from the rounded weights."""
-    load = MasterAdamW.load_state_dict
-
-    def rounded(self: MasterAdamW, state: dict[str, Any]) -> None:
-        load(self, {**state, "masters": {n: x.bfloat16().float() for n, x in state["masters"].items()}})
-
-    MasterAdamW.load_state_dict = rounded
+    _read_otherwise(lambda kind, x: x.bfloat16().float() if kind == MASTER else x)
 
 
 def forget_counters() -> None:
@@ -114,7 +115,22 @@ def deepspeed_on_cpu() -> None:
     from trainer.train import run
     from trainer.train.strategy import deepspeed_config
 
-    run.make_strategy = lambda settings: CpuDeepSpeedStrategy(deepspeed_config(settings))
+    def make(settings: RunConfig) -> Any:
+        is_zero = settings.strategy.startswith("deepspeed")
+        return CpuDeepSpeedStrategy(deepspeed_config(settings)) if is_zero else settings.strategy
+
+    run.make_strategy = make
+
+
+def save_at_start() -> None:
+    """Not a fault: what a resumed run has restored is saved before its first step."""
+    start = checkpointing.Checkpointing.on_train_start
+
+    def start_and_save(self: Any, trainer: Any, module: LitRWKV7) -> None:
+        start(self, trainer, module)
+        self.save(trainer, module)
+
+    checkpointing.Checkpointing.on_train_start = start_and_save
 
 
 # ---- numbers that are not finite

@@ -14,9 +14,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from harness import DONE, KILLED, ROOT, Record, Workplace, checkpoints, make_run, read_rows, write_documents
 
 from trainer.checkpoint.find import newest_valid
+from trainer.checkpoint.pieces import MASTER, SavedPieces
+from trainer.train.optim import MOMENTS
 
 pytestmark = pytest.mark.slow
 TERM = int(signal.SIGTERM)
@@ -30,7 +33,7 @@ def free_port() -> int:
 
 @dataclasses.dataclass
 class Ranks:
-    """Runs of two processes, which nothing but the trainer itself ends."""
+    """Runs of a few processes, which nothing but the trainer itself ends."""
 
     workplace: Workplace
     always: tuple[str, ...] = ()
@@ -44,23 +47,29 @@ class Ranks:
         name: str,
         *options: str,
         failpoint: str = "",
-        ranks: tuple[int, ...] = (0, 1),
+        processes: int = 2,
+        ranks: tuple[int, ...] | None = None,
         port: int = 0,
+        every: str = "",
         **faults: str,
     ) -> tuple[list[int], str]:
-        """Exit codes and the output of `ranks`; `rank0` and `rank1` name a fault, `failpoint` is rank 1's."""
+        """Exit codes and the output of `ranks`, all by default.
+
+        `rank0` and `rank1` name a fault of one, `every` one of all; `failpoint` is rank 1's.
+        """
+        world = str(processes)
         environment = {
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port or free_port()), "WORLD_SIZE": "2",
-            "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": name, "DS_ACCELERATOR": "cpu",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port or free_port()), "WORLD_SIZE": world,
+            "LOCAL_WORLD_SIZE": world, "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": name, "DS_ACCELERATOR": "cpu",
         }  # fmt: skip
         children = [
             self.run(name).start(
                 *options,
-                faults=(*self.always, *([faults[f"rank{rank}"]] if f"rank{rank}" in faults else [])),
+                faults=tuple(filter(None, (*self.always, every, faults.get(f"rank{rank}")))),
                 environment={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 failpoint=failpoint if rank == 1 else "",
             )
-            for rank in ranks
+            for rank in (range(processes) if ranks is None else ranks)
         ]
         codes = [child.wait() for child in children]
         return codes, "".join(child.output() for child in children)
@@ -135,16 +144,57 @@ def test_one_rank_is_killed_in_a_save(ddp):
     assert ddp.record("killed").differences(ddp.record("truth")) == []
 
 
+def state(folder: Path) -> dict[tuple[str, str], torch.Tensor]:
+    """Masters and moments of a checkpoint, whole."""
+    saved = SavedPieces(folder)
+    return {(kind, name): saved.whole(kind, name) for name in saved.shapes for kind in (MASTER, *MOMENTS)}
+
+
+def losses_of(run: Path) -> list[float]:
+    return [row["loss"] for row in read_rows(run) if "loss" in row]
+
+
+CHAIN = [
+    ("deepspeed_stage_2", 2), ("deepspeed_stage_3", 2), ("auto", 1), ("deepspeed_stage_1", 2), ("ddp", 2),
+    ("deepspeed_stage_3", 1), ("ddp", 2),
+]  # fmt: skip
+
+
+@pytest.mark.fault(35, 36)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_run_goes_on_under_other_strategies_and_numbers_of_ranks(ddp, make_ranks, precision):
+    """One step each; masters and moments are carried bit for bit, and the losses are those of one strategy."""
+    same = [f"--trainer.precision={precision}", "--model.lr_schedule=constant"]
+    ranks = dataclasses.replace(ddp, always=("deepspeed_on_cpu",))
+    assert ranks.fit(precision, *same, f"--trainer.max_steps={len(CHAIN)}")[0] == [DONE, DONE]
+    last = None
+    for number, (strategy, processes) in enumerate(CHAIN, start=1):
+        options = [
+            *same,
+            f"--trainer.strategy={strategy}",
+            f"--trainer.devices={processes}",
+            f"--trainer.max_steps={number}",
+        ]
+        options += [f"--resume={last}"] if last else []
+        name = f"{precision}-{number}"
+        codes, output = ranks.fit(name, *options, processes=processes, every="save_at_start" if last else "")
+        assert codes == [DONE] * processes, output
+        if last:
+            before, restored = state(last), state(ranks.run(name).run / last.name)
+            assert before.keys() == restored.keys()
+            assert all(torch.equal(before[key], restored[key]) for key in before)
+        last = ranks.run(name).run / f"step-{number}"
+    names = [f"{precision}-{number}" for number in range(1, len(CHAIN) + 1)]
+    losses = [loss for name in names for loss in losses_of(ranks.run(name).run)]
+    expected = losses_of(ranks.run(precision).run)
+    assert losses == pytest.approx(expected, rel=1e-5 if precision == "32-true" else 2e-3)
+
+
 @pytest.mark.fault(35)
-def test_lanes_go_on_with_another_number_of_ranks(ddp):
-    one, start = ddp.run("one"), ddp.run("truth").run / "step-3"
-    output = one.fit(f"--resume={start}", "--trainer.devices=1", "--trainer.strategy=auto")
-    assert "devices 2 -> 1" in output
-    alone, both = ([row["loss"] for row in read_rows(run.run) if "loss" in row] for run in (one, ddp.run("truth")))
-    assert alone == pytest.approx(both[3:], rel=1e-5)
-    assert ddp.fit("two", f"--resume={one.run}/step-6")[0] == [DONE, DONE]
-    again = [row["loss"] for row in read_rows(ddp.run("two").run) if "loss" in row]
-    assert again == pytest.approx(alone[3:], rel=1e-5)
+def test_a_batch_that_does_not_divide_over_the_ranks_is_refused(ddp):
+    codes, output = ddp.fit("three", f"--resume={ddp.run('truth').run}/step-3", "--trainer.devices=3", processes=3)
+    assert codes == [2, 2, 2]
+    assert output.count("trainer.target_batch_size") == 3
 
 
 # ---- processes that do not come, or do not answer
@@ -249,7 +299,7 @@ def test_zero_resumes_bit_for_bit(make_ranks, stage):
     zero = make_ranks(f"deepspeed_stage_{stage}", "deepspeed_on_cpu")
     codes, output = zero.fit("stopped", rank0=f"signal_at:optimizer:3:{TERM}")
     assert codes == [143, 143], output
-    codes, output = zero.fit("killed", failpoint="half:3")
+    codes, output = zero.fit("killed", failpoint="half:11")
     assert codes[1] == KILLED
     for name in ("stopped", "killed"):
         codes, output = zero.fit(name)

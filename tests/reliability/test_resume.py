@@ -206,7 +206,6 @@ def test_another_number_of_threads_is_mentioned(truth, another):
     ("option", "name"),
     [
         ("--model.n_layer=3", "other sizes"),
-        pytest.param("--trainer.strategy=deepspeed_stage_2", "trainer.strategy", marks=pytest.mark.fault(36)),
         ("--trainer.target_batch_size=2", "trainer.target_batch_size"),
         ("--trainer.deterministic_order_seed=9", "trainer.deterministic_order_seed"),
         ("--data.test_split=1", "data.data_path"),

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from trainer.checkpoint.atomic import MANIFEST_NAME
+from trainer.checkpoint.pieces import MASTER, SavedPieces, master_files
 from trainer.checkpoint.shards import INDEX_SUFFIX, UNUSED_FILE, check_model_type, weight_files
 from trainer.checkpoint.tensorfile import load_safetensors, safetensors_shapes
 from trainer.checkpoint.verify import read_manifest, verify_file, verify_folder
-from trainer.checkpoint.write import MASTER_FILE, MODEL_FILE
+from trainer.checkpoint.write import MODEL_FILE
 from trainer.errors import CheckpointError
 from trainer.logs import get_logger
 from trainer.model.hf_layout import from_hf, is_hf_layout
@@ -185,9 +186,11 @@ def _read_folder(folder: Path, *, trust_pickle: bool) -> dict[str, Tensor]:
     zero_folder = _zero_folder(folder)
     if (folder / MANIFEST_NAME).is_file():
         manifest = read_manifest(folder)
-        for name in (MASTER_FILE, MODEL_FILE):
-            if name in manifest.files:
-                return load_safetensors(verify_file(folder, name, manifest))
+        for name in master_files(manifest.files) or [name for name in manifest.files if name == MODEL_FILE]:
+            verify_file(folder, name, manifest)
+        saved = SavedPieces(folder, only_masters=True)
+        if saved.shapes:
+            return {name: saved.whole(MASTER, name) for name in saved.shapes}
         if zero_folder is not None:
             verify_folder(folder)
             return _read_zero_folder(zero_folder)
@@ -260,9 +263,11 @@ def _shapes_in(path: Path) -> Mapping[str, Tensor | tuple[int, ...]]:
     if files is not None:
         return {name: value for file in files for name, value in _shapes_in(file).items()}
     if path.is_dir():
-        if not (path / MANIFEST_NAME).is_file() or MODEL_FILE not in read_manifest(path).files:
-            return _read_folder(path, trust_pickle=False)
-        path = path / MODEL_FILE
+        if (path / MANIFEST_NAME).is_file():
+            saved = SavedPieces(path, only_masters=True)
+            if saved.shapes:
+                return saved.shapes
+        return _read_folder(path, trust_pickle=False)
     if path.suffix in _SAFETENSORS_SUFFIXES:
         return safetensors_shapes(path)
     return read_pth(path, check_content=False)

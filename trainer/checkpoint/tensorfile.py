@@ -15,7 +15,7 @@ from trainer.checkpoint.failpoints import failpoint
 from trainer.errors import CheckpointError
 from trainer.model.lazy import LazyWeights
 
-__all__ = ["load_safetensors", "safetensors_shapes", "save_safetensors"]
+__all__ = ["load_safetensors", "safetensors_metadata", "safetensors_shapes", "save_safetensors"]
 
 _DTYPE_NAMES = {
     torch.float64: "F64",
@@ -123,6 +123,21 @@ def safetensors_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except FileNotFoundError as err:
+        raise CheckpointError(path, "no such file") from err
+    except (SafetensorError, OSError) as err:
+        raise _open_error(path, err) from err
+
+
+def safetensors_metadata(path: Path) -> dict[str, str]:
+    """Text pairs of a file's header.
+
+    Raises:
+        CheckpointError: if the file is missing, truncated or malformed.
+    """
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            return dict(file.metadata() or {})
     except FileNotFoundError as err:
         raise CheckpointError(path, "no such file") from err
     except (SafetensorError, OSError) as err:

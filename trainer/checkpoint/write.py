@@ -1,8 +1,8 @@
 """Writing checkpoints step-N, and reading their files back bit for bit.
 
 Layout of a folder: any number of .safetensors and .json files, chosen by the training side, and the manifest.
-Fixed names: MODEL_FILE with the weights under official names in the dtype of the forward pass, MASTER_FILE with
-float32 values of the same names where the run keeps them apart, and one rank_file per process.
+Fixed names: MODEL_FILE with the weights under official names in the dtype of the forward pass, one rank_file per
+process, and the files of `trainer.checkpoint.pieces`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from trainer.checkpoint.verify import read_manifest
 from trainer.errors import CheckpointError
 
 __all__ = [
-    "MASTER_FILE",
     "MODEL_FILE",
     "CheckpointPayload",
     "rank_file",
@@ -33,7 +32,6 @@ __all__ = [
 ]
 
 MODEL_FILE = "model.safetensors"
-MASTER_FILE = "master.safetensors"
 
 
 def rank_file(rank: int, suffix: str = ".safetensors") -> str:

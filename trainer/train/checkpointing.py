@@ -1,7 +1,7 @@
 """When checkpoints are written and what is in them.
 
-A checkpoint is what Lightning's `trainer.save_checkpoint` writes, through `FolderCheckpointIO` or DeepSpeed's own
-folder format, plus one file per rank with what those leave out: random states and the states of stream lanes.
+A checkpoint is what Lightning's `trainer.save_checkpoint` writes through `FolderCheckpointIO`, in one form for all
+strategies, plus one file per rank with what that leaves out: random states and the states of stream lanes.
 All of it goes into a temporary folder that appears under its name, step-N, only when it is whole.
 """
 
@@ -21,10 +21,11 @@ from lightning.fabric.plugins.io import CheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
 
-from trainer.checkpoint.atomic import abandon_folder, begin_folder, commit_folder, prune, storage_error, storage_errors
+from trainer.checkpoint.atomic import abandon_folder, begin_folder, commit_folder, prune, storage_error
 from trainer.checkpoint.failpoints import failpoint
+from trainer.checkpoint.pieces import MASTER, Piece, SavedPieces, save_pieces
 from trainer.checkpoint.rng import capture_rng, restore_rng
-from trainer.checkpoint.tensorfile import load_safetensors, save_safetensors
+from trainer.checkpoint.tensorfile import save_safetensors
 from trainer.checkpoint.verify import read_manifest
 from trainer.checkpoint.write import (
     MODEL_FILE,
@@ -36,23 +37,22 @@ from trainer.checkpoint.write import (
     write_payload_files,
 )
 from trainer.config import CheckpointConfig
-from trainer.errors import DistributedError, NonFiniteError, StorageError, TrainerError
+from trainer.errors import CheckpointError, DistributedError, NonFiniteError, StorageError, TrainerError
 from trainer.logs import get_logger
 from trainer.train.callbacks import METRICS_FILE, read_metrics
 from trainer.train.lit_module import LitRWKV7
 from trainer.train.signals import StopSignals, interrupted
-from trainer.train.strategy import is_deepspeed
+from trainer.types import LazyTensors
 
 __all__ = ["Checkpointing", "FolderCheckpointIO"]
 
 _logger = get_logger(__name__)
-_OPTIMIZER_FILE = "optimizer.safetensors"
 _LOOP_FILE = "lightning.pt"
 _PREFIX = "model."
 
 
 class FolderCheckpointIO(CheckpointIO):
-    """Lightning's checkpoint as a folder: weights and optimizer as safetensors, the small rest as plain values."""
+    """Lightning's checkpoint as a folder: tensors by parameter name as safetensors, the small rest as plain values."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Write into the existing folder `path`.
@@ -60,8 +60,8 @@ class FolderCheckpointIO(CheckpointIO):
         Args:
             checkpoint: what Lightning saves.
             path: the folder.
-            storage_options: a list that gets a failure. Only rank 0 comes here while the others wait for it in
-                Lightning's barrier: it has to get there too before it may fail.
+            storage_options: a list that gets a failure. Other ranks wait in Lightning's barrier: this one has to
+                get there too before it may fail.
         """
         try:
             self._write(checkpoint, Path(path))
@@ -74,53 +74,45 @@ class FolderCheckpointIO(CheckpointIO):
         rest = dict(checkpoint)
         weights = {name.removeprefix(_PREFIX): tensor for name, tensor in rest.pop("state_dict").items()}
         optimizers = rest.pop("optimizer_states", [])
-        tensors: dict[str, Tensor] = {}
+        pieces: list[Piece] = []
+        rank = 0
         if optimizers:
-            tensors, rest["optimizer"] = _flatten_optimizer(optimizers[0])
-        _require_finite(checkpoint["global_step"], weights | tensors)
-        save_safetensors(folder / MODEL_FILE, weights)
-        if optimizers:
-            save_safetensors(folder / _OPTIMIZER_FILE, tensors)
+            rest["updates"], pieces = optimizers[0]["updates"], optimizers[0]["pieces"]
+            rank = optimizers[0].get("rank", 0)
+        kept = {f"{kind} of {piece.name}": x for piece in pieces for kind, x in piece.tensors.items()}
+        _require_finite(checkpoint["global_step"], weights | kept)
+        if weights:
+            save_safetensors(folder / MODEL_FILE, weights)
+        save_pieces(folder, rank, pieces)
         failpoint("half")
+        if rank > 0:
+            return
         # torch.save to a path hides a full disk behind an error of its own.
         buffer = io.BytesIO()
         torch.save(rest, buffer)
         (folder / _LOOP_FILE).write_bytes(buffer.getbuffer())
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a folder written by `save_checkpoint`."""
+        """Read a folder written by `save_checkpoint`, under whatever strategy; weights are the rounded masters.
+
+        Raises:
+            CheckpointError: if it is not of this form.
+        """
         folder = Path(path)
+        if not (folder / _LOOP_FILE).is_file():
+            problem, fix = "was written by DeepSpeed itself", "start from its weights: model.load_model"
+            raise CheckpointError(folder, problem, fix=fix)
         checkpoint: dict[str, Any] = torch.load(folder / _LOOP_FILE, map_location="cpu", weights_only=True)
-        weights = load_safetensors(folder / MODEL_FILE)
-        checkpoint["state_dict"] = {_PREFIX + name: tensor for name, tensor in weights.items()}
-        if "optimizer" in checkpoint:
-            tensors = load_safetensors(folder / _OPTIMIZER_FILE)
-            checkpoint["optimizer_states"] = [_unflatten_optimizer(tensors, checkpoint.pop("optimizer"))]
+        saved = SavedPieces(folder)
+        checkpoint["state_dict"] = LazyTensors(
+            (_PREFIX + name for name in saved.shapes), lambda name: saved.whole(MASTER, name.removeprefix(_PREFIX))
+        )
+        if "updates" in checkpoint:
+            checkpoint["optimizer_states"] = [{"updates": checkpoint.pop("updates"), "saved": saved}]
         return checkpoint
 
     def remove_checkpoint(self, path: Any) -> None:
         """Pruning is ours, see `Checkpointing`."""
-
-
-def _flatten_optimizer(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    tensors = {
-        f"state.{index}.{name}": value for index, entry in state["state"].items() for name, value in entry.items()
-    }
-    tensors |= {f"masters.{name}": value for name, value in state.get("masters", {}).items()}
-    # A fresh and a resumed optimizer hold the same entries in another order: equal states make equal files.
-    return dict(sorted(tensors.items())), {"param_groups": state["param_groups"]}
-
-
-def _unflatten_optimizer(tensors: dict[str, Tensor], rest: dict[str, Any]) -> dict[str, Any]:
-    state: dict[str, Any] = {"state": {}, "masters": {}, **rest}
-    for name, tensor in tensors.items():
-        kind, key = name.split(".", 1)
-        if kind == "masters":
-            state["masters"][key] = tensor
-        else:
-            index, field = key.split(".")
-            state["state"].setdefault(int(index), {})[field] = tensor
-    return state
 
 
 def _require_finite(step: int, tensors: Mapping[str, Tensor]) -> None:
@@ -306,22 +298,15 @@ class Checkpointing(Checkpoint):
         failures: list[Exception] = []
         try:
             write_payload_files(folder, payload)
-            if is_deepspeed(trainer.strategy):
-                _require_finite(trainer.global_step, _sharded_weights(module))
-        except (OSError, NonFiniteError) as err:
+        except OSError as err:
             failures.append(err)
         _raise_together(trainer, failures, target)
-        if is_deepspeed(trainer.strategy):
-            with storage_errors(target):
-                trainer.save_checkpoint(folder)
-            return
         trainer.save_checkpoint(folder, storage_options=failures)
         _raise_together(trainer, failures, target)
 
     def _facts(self, trainer: pl.Trainer, step: int) -> dict[str, object]:
         extra = {
             "settings": self.settings,
-            "strategy": "deepspeed" if is_deepspeed(trainer.strategy) else "plain",
             "threads": torch.get_num_threads(),
         }
         return CheckpointPayload(world_size=trainer.world_size, config_digest=self.config_digest, extra=extra).facts(
@@ -336,11 +321,6 @@ class Checkpointing(Checkpoint):
 def _validation_follows(trainer: pl.Trainer) -> bool:
     """Whether Lightning validates after this step. It has no public name for that."""
     return bool(trainer.fit_loop.epoch_loop._should_check_val_fx(None))  # type: ignore[arg-type]
-
-
-def _sharded_weights(module: LitRWKV7) -> dict[str, Tensor]:
-    """This rank's part of the weights; ZeRO-3 leaves the parameters themselves empty."""
-    return {name: getattr(p, "ds_tensor", p) for name, p in module.model.named_parameters()}
 
 
 def _on_rank_zero(trainer: pl.Trainer, work: Callable[[], Any]) -> Any:

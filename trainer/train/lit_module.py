@@ -86,12 +86,21 @@ class LitRWKV7(pl.LightningModule):
     # ---- building
 
     def configure_model(self) -> None:
-        """Build the model and load its first weights (under ZeRO-3 inside DeepSpeed's sharding context)."""
+        """Build the model (under ZeRO-3 inside DeepSpeed's sharding context) and load its first weights."""
         if hasattr(self, "model"):
             return
         dtype = weight_dtype(self.run.precision)
         with _default_dtype(dtype):
             self.model = RWKV7(self.shape, self.run.model.kernel, self.run.model.grad_cp, self._compiled_tokens())
+        if not is_deepspeed(self.trainer.strategy):
+            self.load_initial_weights()
+
+    def load_initial_weights(self) -> None:
+        """Load the weights that the run starts from.
+
+        `ZeroStrategy` calls this outside of its sharding context, in which every new tensor has the dtype and
+        device of the model.
+        """
         self._initial = self.initial_weights()
         load_weights(self.model, self._initial)
 

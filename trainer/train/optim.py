@@ -9,11 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer.checkpoint.pieces import MASTER, Piece
 from trainer.config.schema import ModelConfig
 from trainer.model.naming import optimizer_group
 from trainer.ops.step_kernels import add_gradients
 
-__all__ = ["MasterAdamW", "clip_by_global_norm", "parameter_groups"]
+__all__ = [
+    "MOMENTS",
+    "MasterAdamW",
+    "adam_state",
+    "clip_by_global_norm",
+    "num_updates",
+    "parameter_groups",
+    "set_num_updates",
+]
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""What Adam keeps of every element."""
 
 # Elements; keeps every parameter on a 128-byte boundary, as matrix products like it.
 _ALIGN = 64
@@ -90,15 +102,19 @@ class MasterAdamW(torch.optim.AdamW):
         self._sums: dict[str, Tensor] = {}
         self._low: list[tuple[Tensor, nn.Parameter]] = []
         self._waiting: list[tuple[Tensor, Tensor]] = []
-        owned = [{**group, "params": [self._flatten(group, initial or {})]} for group in groups]
+        owned = [self._owned(group, initial or {}) for group in groups]
         super().__init__(owned, lr=model.lr_init, betas=(model.beta1, model.beta2), eps=model.adam_eps, fused=True)
 
-    def _flatten(self, group: dict[str, Any], initial: Mapping[str, Tensor]) -> nn.Parameter:
+    def _owned(self, group: dict[str, Any], initial: Mapping[str, Tensor]) -> dict[str, Any]:
+        sizes = (-(-parameter.numel() // _ALIGN) * _ALIGN for parameter in group["params"])
+        *offsets, total = accumulate(sizes, initial=0)
+        return {**group, "params": [self._flatten(group, initial, [*offsets, total])], "offsets": offsets}
+
+    def _flatten(self, group: dict[str, Any], initial: Mapping[str, Tensor], offsets: list[int]) -> nn.Parameter:
         """Move a group's parameters into a flat tensor; returns their flat masters."""
         parameters: list[nn.Parameter] = group["params"]
         low, device = parameters[0].dtype, parameters[0].device
         wide = low if low in (torch.float32, torch.float64) else torch.float32
-        offsets = list(accumulate((-(-p.numel() // _ALIGN) * _ALIGN for p in parameters), initial=0))
         masters = nn.Parameter(torch.zeros(offsets[-1], dtype=wide, device=device))
         masters.grad = torch.zeros_like(masters)
         values = masters.data if low == wide else torch.zeros(offsets[-1], dtype=low, device=device)
@@ -162,18 +178,53 @@ class MasterAdamW(torch.optim.AdamW):
         for gradient in self.flat_gradients():
             gradient.zero_()
 
+    def pieces(self) -> list[Piece]:
+        """Masters (where they are not the parameters themselves) and moments of every parameter, as views."""
+        found = []
+        for group in self.param_groups:
+            state = adam_state(self, group["params"][0])
+            for name, start in zip(group["names"], group["offsets"], strict=True):
+                master = self._masters[name]
+                part = slice(start, start + master.numel())
+                tensors = {kind: state[kind][part] for kind in MOMENTS}
+                if self._low:
+                    tensors[MASTER] = master.detach().view(-1)
+                found.append(Piece(name, tuple(master.shape), 0, tensors))
+        return found
+
     def state_dict(self) -> dict[str, Any]:
-        """Moments, groups, and by name the masters that are not parameters themselves."""
-        state = super().state_dict()
-        state["masters"] = {name: master.detach() for name, master in self._masters.items()} if self._low else {}
-        return state
+        """Number of updates done, and the state by parameter."""
+        return {"updates": num_updates(self), "pieces": self.pieces()}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` gave; the parameters are set from the masters."""
-        state = dict(state_dict)
-        masters = state.pop("masters", {})
-        super().load_state_dict(state)
-        for name, master in masters.items():
-            self._masters[name].copy_(master)
+        """Restore what a checkpoint has of any strategy; the parameters are set from the masters.
+
+        Args:
+            state_dict: `updates`, and `saved`: the checkpoint's `SavedPieces`.
+        """
+        state_dict["saved"].restore(self.pieces())
+        set_num_updates(self, state_dict["updates"])
         self._round()
+
+
+def adam_state(optimizer: torch.optim.Optimizer, flat: Tensor) -> dict[str, Tensor]:
+    """Adam's state of one of its tensors, which is made here before the first update."""
+    state: dict[str, Tensor] = optimizer.state[flat]
+    if not state:
+        # As AdamW itself does: a fused one counts where the tensor is.
+        device = flat.device if optimizer.defaults.get("fused") else "cpu"
+        state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+        state |= {kind: torch.zeros_like(flat.detach()) for kind in MOMENTS}
+    return state
+
+
+def num_updates(optimizer: torch.optim.Optimizer) -> int:
+    """Updates that an AdamW has done; its bias correction depends on them."""
+    return max((int(state["step"]) for state in optimizer.state.values()), default=0)
+
+
+def set_num_updates(optimizer: torch.optim.Optimizer, updates: int) -> None:
+    """Let an AdamW whose state exists go on after so many updates."""
+    for state in optimizer.state.values():
+        state["step"].fill_(updates)

@@ -104,12 +104,11 @@ def build_trainer(
     strategy = trainer_arguments.get("strategy")
     if arguments.get("enable_progress_bar") is False:
         callbacks = [callback for callback in callbacks if not isinstance(callback, RunProgress)]
-    uses_deepspeed = run.strategy.startswith("deepspeed")
     arguments |= {
         "strategy": strategy if isinstance(strategy, pl.strategies.Strategy) else make_strategy(run),
         "precision": lightning_precision(run),
         "callbacks": [*callbacks, *(trainer_arguments.get("callbacks") or [])],
-        "plugins": [*(trainer_arguments.get("plugins") or []), *([] if uses_deepspeed else [FolderCheckpointIO()])],
+        "plugins": [*(trainer_arguments.get("plugins") or []), FolderCheckpointIO()],
         "logger": _tolerant(trainer_arguments.get("logger")),
         "enable_checkpointing": any(isinstance(callback, Checkpointing) for callback in callbacks),
         "enable_model_summary": False,
@@ -193,12 +192,6 @@ def _check_fits(run: RunConfig, shape: ModelShape, folder: Path) -> None:
     manifest = read_manifest(folder)
     if manifest.config_digest != _digest(run, shape):
         raise ConfigError("resume", "the checkpoint is of a model of other sizes", found=str(folder))
-    before = manifest.extra.get("settings")
-    old = before.get("strategy", run.strategy) if isinstance(before, dict) else run.strategy
-    if old != run.strategy and "deepspeed" in old + run.strategy:
-        problem = "differs from the checkpoint's, and DeepSpeed keeps its state in parts that only fit the same"
-        fix = f"resume with {old}, or start a new run from the weights with model.load_model: {folder}"
-        raise ConfigError("trainer.strategy", problem, found=run.strategy, rule=old, fix=fix)
 
 
 def _run_length(run: RunConfig, tokens_per_epoch: int, steps_per_epoch: int) -> tuple[int, int]:

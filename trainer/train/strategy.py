@@ -8,13 +8,12 @@ would average in every backward, in bf16, and stumble over the parameters that o
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
 from trainer.bptt.step import ChunkInput, EagerEngine
@@ -22,6 +21,7 @@ from trainer.config import RunConfig
 from trainer.errors import NonFiniteError
 from trainer.model.rwkv7 import RWKV7
 from trainer.model.state import ModelState
+from trainer.train.zero import ZeroStrategy, writable
 
 if TYPE_CHECKING:
     from trainer.train.lit_module import LitRWKV7
@@ -51,7 +51,7 @@ def weight_dtype(precision: str) -> torch.dtype:
 
 def is_deepspeed(strategy: Strategy) -> bool:
     """Whether gradients and updates belong to a DeepSpeed engine."""
-    return isinstance(strategy, DeepSpeedStrategy)
+    return isinstance(strategy, ZeroStrategy)
 
 
 def lightning_precision(run: RunConfig) -> str:
@@ -84,19 +84,14 @@ def make_strategy(run: RunConfig) -> Strategy | str:
     """What Lightning's Trainer gets as `strategy`."""
     if not run.strategy.startswith("deepspeed"):
         return run.strategy
-    return DeepSpeedStrategy(config=deepspeed_config(run), logging_batch_size_per_gpu=1)
+    return ZeroStrategy(config=deepspeed_config(run), logging_batch_size_per_gpu=1)
 
 
 def load_weights(model: RWKV7, weights: Mapping[str, Tensor]) -> None:
     """Copy weights by official name into the model, whether its parameters are whole or sharded by ZeRO-3."""
     for name, parameter in model.named_parameters():
-        context: contextlib.AbstractContextManager = contextlib.nullcontext()
-        if hasattr(parameter, "ds_id"):
-            import deepspeed
-
-            context = deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)
-        with context, torch.no_grad():
-            if parameter.numel():
+        with writable(parameter) as is_mine, torch.no_grad():
+            if is_mine:
                 parameter.copy_(weights[name].view(parameter.shape))
 
 
