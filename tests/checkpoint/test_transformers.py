@@ -104,10 +104,12 @@ def test_transformers_generates_as_without_a_state_with_padding_and_beams(export
 
 
 def test_transformers_loss_is_the_mean_over_targets(exported, weights):
-    ids = random_ids(2, 20)
-    loss = load(exported)(ids, labels=ids).loss
-    logits = our_logits(weights, ids)[:, :-1]
-    torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()))
+    model, ids = load(exported), random_ids(2, 20)
+    labels = ids.masked_fill(torch.arange(20) < 5, -100)
+    loss = model(ids, labels=labels).loss
+    logits = our_logits(weights, ids)[:, 4:-1]
+    torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 5:].flatten()))
+    torch.testing.assert_close(model(ids, labels=labels, num_items_in_batch=60).loss, loss / 2)
 
 
 @pytest.fixture(scope="module")

@@ -270,7 +270,11 @@ class RWKV7ForCausalLM(RWKV7PreTrainedModel, GenerationMixin):
         logits = self.lm_head(found.last_hidden_state[:, -logits_to_keep:])
         loss = None
         if labels is not None:
-            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+            # With several batches per step transformers' Trainer says how many targets all of them have.
+            count = kwargs.get("num_items_in_batch")
+            kind = "mean" if count is None else "sum"
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), reduction=kind)
+            loss = loss if count is None else loss / count
         result = RWKV7CausalLMOutput(loss=loss, logits=logits, state=found.state)
         return result if return_dict is not False else result.to_tuple()
 
