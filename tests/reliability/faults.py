@@ -276,7 +276,7 @@ def first_exchange_fails() -> None:
 
 def prefetching_fails(occurrence: str, kind: str) -> None:
     """The thread that prepares data meets an error of this kind in its k-th micro-batch, or `hang`s there."""
-    build, seen = lanes._build_batch, itertools.count(1)
+    build, seen = lanes.build_batch, itertools.count(1)
 
     def faulty(*args: Any) -> Any:
         if next(seen) == int(occurrence):
@@ -285,7 +285,7 @@ def prefetching_fails(occurrence: str, kind: str) -> None:
             raise getattr(builtins, kind)("planted")
         return build(*args)
 
-    lanes._build_batch = faulty
+    lanes.build_batch = faulty
 
 
 # ---- kills, signals, clocks, folders
@@ -379,7 +379,7 @@ def signal_in_validation(number: str) -> None:
 
 def signal_in_data_wait(number: str) -> None:
     """While the fifth step's data is awaited."""
-    ahead, seen = lanes._ahead, itertools.count(1)
+    ahead, seen = lanes.steps_ahead, itertools.count(1)
 
     def signalled(built: Any, data: Any) -> Iterator[Any]:
         for item in ahead(built, data):
@@ -387,7 +387,7 @@ def signal_in_data_wait(number: str) -> None:
                 _send(number)
             yield item
 
-    lanes._ahead = signalled
+    lanes.steps_ahead = signalled
 
 
 def minutes_pass() -> None:
