@@ -19,7 +19,7 @@ from trainer.config.schema import RunConfig
 from trainer.data.binidx import binidx_prefix, write_binidx
 from trainer.data.prepare import PreparedSummary, open_prepared, prepare
 from trainer.data.show import length_table, plain_sample, sample_text, save_histogram
-from trainer.data.tokenizers import get_tokenizer
+from trainer.data.work import tokenizer_of
 from trainer.errors import ConfigError
 
 OPTIONS = ("--show", "--histogram", "--to-binidx", "--from-binidx")
@@ -80,7 +80,7 @@ def look(run: RunConfig, options: dict[str, str]) -> None:
 
     train, validation, _ = open_prepared(run.data, seed=run.trainer.deterministic_order_seed)
     print(f"lengths     {length_table(train.sizes)}")
-    tokenizer = get_tokenizer(run.data.tokenizer, world_add_endoftext_token=run.data.world_add_endoftext_token)
+    tokenizer = tokenizer_of(run.data)
     console = Console(highlight=False)
     for document in range(min(int(options.get("--show", "0")), train.num_documents)):
         if console.is_terminal:

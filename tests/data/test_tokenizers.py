@@ -185,6 +185,51 @@ def test_hugging_face_adds_no_special_tokens(tmp_path):
     assert HuggingFaceTokenizer(tmp_path).encode("a a a") == [1, 1, 1]
 
 
+@pytest.fixture
+def word_tokenizer(tmp_path):
+    """A folder whose tokenizer puts [CLS] before a text, and can be told other special tokens."""
+    core = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[PAD]": 0, "a": 1, "[CLS]": 2}, unk_token="[PAD]"))
+    core.post_processor = tokenizers.processors.TemplateProcessing(single="[CLS] $A", special_tokens=[("[CLS]", 2)])
+    core.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    core.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    return str(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_auto_tokenizer_options(word_tokenizer):
+    plain = get_tokenizer(word_tokenizer)
+    assert (plain.encode("a a"), plain.vocab_size) == ([1, 1], 3)
+    assert get_tokenizer(word_tokenizer, auto_tokenizer={"kwargs": {}, "props": {}}) is plain
+    special = get_tokenizer(word_tokenizer, auto_tokenizer={"add_special_tokens": True})
+    assert special.encode("a a") == [2, 1, 1]
+    options = {"kwargs": {"additional_special_tokens": ["<turn>"]}, "props": {"model_max_length": 7}}
+    added = get_tokenizer(word_tokenizer, auto_tokenizer=options)
+    assert (added.encode("a <turn> a"), added.vocab_size) == ([1, 3, 1], 4)
+    assert added.encode_array("a").dtype == "uint16"
+    assert len({plain.digest, special.digest, added.digest}) == 3
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"kwargs": {"trust_remote_code": True}}, "trust_remote_code: would run code"),
+        ({"kwarg": {}}, "data.autoTokenizer.kwarg: is unknown; must be kwargs, props, add_special_tokens"),
+        ({"props": [1]}, "data.autoTokenizer.props: has the wrong type"),
+        ({"props": {"no_such_thing": 1}}, "data.autoTokenizer.props: this tokenizer has no no_such_thing"),
+    ],
+)
+def test_bad_auto_tokenizer_options(options, words, word_tokenizer):
+    with pytest.raises(ConfigError, match=words):
+        get_tokenizer(word_tokenizer, auto_tokenizer=options)
+
+
+def test_auto_tokenizer_options_need_such_a_tokenizer():
+    with pytest.raises(ConfigError, match="data.autoTokenizer: acts only with a Hugging Face tokenizer, not byte"):
+        get_tokenizer("byte", auto_tokenizer={"add_special_tokens": True})
+
+
 def test_broken_tokenizer_file_is_named(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError, match=f"data.tokenizer: {tmp_path} cannot be read"):

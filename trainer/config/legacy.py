@@ -50,9 +50,6 @@ OLDER_KEYS: dict[str, OlderKey] = {
     "model.layerwise_lr": OlderKey((True, None), "remove it: att.w0 always learns at twice the rate", say=True),
     "model.dropout": OlderKey((0, None), "remove it: this model has no dropout", say=True),
     "model.dim_att": _off("remove it: in RWKV-7 it always equals n_embd", -1, 0),
-    "data.autoTokenizer": _off(
-        "save the tokenizer to a folder and name it in data.tokenizer", {"kwargs": {}, "props": {}}
-    ),
     "data.processing_max_batch_size": _ignored(),
 }
 """Keys without a successor. Those handled by a function of this module are not in the table."""

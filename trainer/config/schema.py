@@ -99,6 +99,8 @@ class DataConfig:
     """Further arguments of datasets.load_dataset, such as {data_files: "*.jsonl"}, {storage_options: {..}} of fsspec for remote files (never written anywhere), or, for the Hub, {name: .., revision: ..}."""
     source_dataset_split: str = "train"
     """Split of the source that becomes training data."""
+    source_test_split: str | None = "auto"
+    """Split of the source that validates; then test_split takes nothing from the training split. auto = the split named test, if data_files or a saved data set has one (as in the older trainer; of a Hub data set it must be named); null = none."""
     sources: list[dict[str, Any]] | None = None
     """Several sources in one data set: each entry holds the `data` settings in which it differs, and may hold name, and one of epochs (passes over it, 1), tokens (how many to take) or weight (its share of all tokens). The name is kept for losses per source."""
     datapack_config_path: str | None = None
@@ -111,6 +113,8 @@ class DataConfig:
     """Use data_path as it is; never build or check it against the source."""
     tokenizer: str = "world"
     """world (RWKV vocabulary of 2023-04-24), byte (0 = end of document, else byte + 1), neox, the path of a local Hugging Face tokenizer, or the name of one that is in the local cache of the Hub."""
+    autoTokenizer: dict[str, Any] | None = None
+    """Hugging Face tokenizers: {kwargs: {..}, props: {..}, add_special_tokens: false}: arguments of AutoTokenizer.from_pretrained (such as bos_token), attributes set afterwards, and whether each piece of text gets the tokenizer's special tokens. Code from the tokenizer's folder never runs."""
     world_add_endoftext_token: bool = True
     """Let the text `<|endoftext|>` encode to token 0 with the world tokenizer."""
     append_end_of_document: bool = True

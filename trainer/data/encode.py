@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -72,6 +72,7 @@ class Encoder:
     tokenizer: str
     """data.tokenizer."""
     world_add_endoftext_token: bool = True
+    auto_tokenizer: Mapping[str, Any] | None = None
     append_end_of_document: bool = True
     record_format: RecordFormat = field(default_factory=TextFormat)
     train_on_end: bool = True
@@ -131,7 +132,11 @@ class Encoder:
             yield np.zeros(1, self.dtype), self.train_on_end and bool(segments) and segments[-1].learn
 
     def _tokenizer(self) -> Tokenizer:
-        return get_tokenizer(self.tokenizer, world_add_endoftext_token=self.world_add_endoftext_token)
+        return get_tokenizer(
+            self.tokenizer,
+            world_add_endoftext_token=self.world_add_endoftext_token,
+            auto_tokenizer=self.auto_tokenizer,
+        )
 
 
 def skip_prefixes(mask: np.ndarray, sizes: np.ndarray, num: int) -> None:

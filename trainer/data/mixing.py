@@ -23,7 +23,7 @@ _MANY_EPOCHS = 4
 # Keys of a datapack file that shaped what is done at run time here, or did nothing there.
 _DATAPACK_IGNORED = {"batchsize", "packing_batchsize", "mixed_batch_percentage", "mixing_mode", "skip_datapath_setup"}
 _IS_SHARED = {
-    "data_path", "data_path_storage_options", "tokenizer", "world_add_endoftext_token", "append_end_of_document",
+    "data_path", "data_path_storage_options", "tokenizer", "autoTokenizer", "world_add_endoftext_token", "append_end_of_document",
     "num_proc", "batching", "chunks_per_step", "streaming", "streaming_shuffle_buffer", "skip_datapath_setup", "sources", "datapack_config_path",
     "sort_by_length", "sort_asc", "reverse_train_dataset_before_save", "packing_enable", "packing_batchsize",
     "packing_chunksize", "packing_min_ctx_len", "packing_in_sequence", "dataloader_shuffle_training",

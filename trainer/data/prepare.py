@@ -40,7 +40,7 @@ from trainer.data.remote import RemoteFolder
 from trainer.data.remote_files import is_remote
 from trainer.data.saving import Part, SplitWriter
 from trainer.data.selection import document_window, in_words, keep_documents, order_documents, split_documents
-from trainer.data.sources import find_flat, read_batches
+from trainer.data.sources import Source, find_flat, read_batches
 from trainer.data.store import ArrowStore, FlatStore, SubsetStore, TokenStore, check_token_ids
 from trainer.data.work import VERSION, Work, binidx_work, encoder_of, find_work, has_source, recipe_of, tokenizer_of
 from trainer.errors import ConfigError, DataError, StorageError
@@ -241,7 +241,11 @@ def _build_into(workspace: Path, data: DataConfig, work: list[Work], seed: int) 
         _encode(part, encoder, workspace / f"encoded-{index}.arrow")
         for index, (part, encoder) in enumerate(zip(work, encoders, strict=True))
     ]
-    splits, dropped, described = _choose(data, work, encoded, seed)
+    tests = [
+        None if part.test is None else _encode(part, encoder, workspace / f"test-{index}.arrow", part.test)
+        for index, (part, encoder) in enumerate(zip(work, encoders, strict=True))
+    ]
+    splits, dropped, described = _choose(data, work, encoded, tests, seed)
     writer = SplitWriter(
         dtype=encoders[0].dtype,
         has_mask=any(encoder.has_mask for encoder in encoders),
@@ -258,7 +262,7 @@ def _build_into(workspace: Path, data: DataConfig, work: list[Work], seed: int) 
         counts=_counts(stores["train"], stores.get("test")),
         dropped=dropped,
         dtype=stores["train"].dtype.name,
-        max_token_id=max(file.max_token_id for file in encoded),
+        max_token_id=max(file.max_token_id for file in [*encoded, *filter(None, tests)]),
         files=list_files(workspace / "data"),
         record_formats=[encoder.record_format.name for encoder in encoders],
         sources=described,
@@ -269,11 +273,11 @@ def _build_into(workspace: Path, data: DataConfig, work: list[Work], seed: int) 
     return manifest
 
 
-def _encode(part: Work, encoder: Encoder, path: Path) -> EncodedFile:
-    """All documents of a source that `dataset_length` may want, as token ids."""
-    data, source = part.data, part.source
+def _encode(part: Work, encoder: Encoder, path: Path, test: Source | None = None) -> EncodedFile:
+    """All documents of a source that `dataset_length` may want, or of its own `test` split, as token ids."""
+    data, source = part.data, test or part.source
     limit = None
-    if data.dataset_length >= 1 and (data.dataset_offset < 0 or data.dataset_offset >= 1):
+    if test is None and data.dataset_length >= 1 and (data.dataset_offset < 0 or data.dataset_offset >= 1):
         limit = int(data.dataset_length) + max(0, int(data.dataset_offset))
     batches = read_batches(source, encoder.record_format.columns)
     with report_progress("tokenizing", source.num_bytes) as progress:
@@ -284,22 +288,23 @@ def _encode(part: Work, encoder: Encoder, path: Path) -> EncodedFile:
 
 
 def _choose(
-    data: DataConfig, work: list[Work], encoded: list[EncodedFile], seed: int
+    data: DataConfig, work: list[Work], encoded: list[EncodedFile], tests: list[EncodedFile | None], seed: int
 ) -> tuple[dict[str, list[Part]], dict[str, int], list[dict[str, Any]]]:
     """Documents of each split, counts of the others by reason, and what is known of each source."""
     dropped: dict[str, int] = {}
     trains: list[np.ndarray] = []
     parts: dict[str, list[Part]] = {"train": [], "test": []}
-    for index, (part, file) in enumerate(zip(work, encoded, strict=True)):
-        window = _window(part, file.num_documents)
-        kept, gone = keep_documents(part.data, file.sizes, file.trained, window)
-        for reason, count in gone.items():
-            dropped[reason] = dropped.get(reason, 0) + count
-        if not len(kept):
-            raise DataError(part.source.named, "no documents are left", found=in_words(gone))
-        train, test = split_documents(len(kept), part.data.test_split, part.data.test_split_shuffle, seed)
+    for index, (part, file, test_file) in enumerate(zip(work, encoded, tests, strict=True)):
+        source_id = index if len(work) > 1 else None
+        kept = _keep(part, file, _window(part, file.num_documents), dropped)
+        if test_file is not None:
+            train = np.arange(len(kept))
+            held_out = _keep(part, test_file, slice(None), dropped)
+            parts["test"].append(_part(part, test_file, held_out, source_id))
+        else:
+            train, test = split_documents(len(kept), part.data.test_split, part.data.test_split_shuffle, seed)
+            parts["test"].append(_part(part, file, kept[test], source_id))
         trains.append(kept[train])
-        parts["test"].append(_part(part, file, kept[test], index if len(work) > 1 else None))
     tokens = [int(file.sizes[train].sum()) for file, train in zip(encoded, trains, strict=True)]
     epochs = source_epochs([part.settings for part in work], tokens)
     for index, (part, file, train, number) in enumerate(zip(work, encoded, trains, epochs, strict=True)):
@@ -313,6 +318,16 @@ def _choose(
         for part, train, num, number in zip(work, trains, tokens, epochs, strict=True)
     ]
     return parts, dropped, described
+
+
+def _keep(part: Work, file: EncodedFile, window: slice, dropped: dict[str, int]) -> np.ndarray:
+    """Numbers of the documents that stay; the others are added to the counts in `dropped`."""
+    kept, gone = keep_documents(part.data, file.sizes, file.trained, window)
+    for reason, count in gone.items():
+        dropped[reason] = dropped.get(reason, 0) + count
+    if not len(kept):
+        raise DataError(part.source.named, "no documents are left", found=in_words(gone))
+    return kept
 
 
 def _window(part: Work, num: int) -> slice:

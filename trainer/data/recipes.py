@@ -69,6 +69,9 @@ where a token is trained as a target (left out if all are); `doc_id`, the number
 `source_id` if there are several sources. A folder of the older trainer is read as it is; its `attention_mask` marks
 the trained targets. `--to-binidx PREFIX` writes the official format, `--from-binidx PREFIX` reads it in.
 
+**What validates?** `source_test_split`: by default the split `test` of `data_files: {train: .., test: ..}` or of a saved
+data set, where there is one; else `test_split` documents (a share or a number) of the training split.
+
 **Larger than the disk?** With `streaming: true` the source is read and tokenized while training, and nothing is stored:
 
 ```yaml

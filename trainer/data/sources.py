@@ -23,7 +23,7 @@ from trainer.data.source_files import JsonOptions, SourceBatch, TextOptions, Tok
 from trainer.data.store import saved_files
 from trainer.data.table_files import arrow_batches, csv_batches, pandas_batches, parquet_batches, table_batches
 from trainer.errors import ConfigError, DataError
-from trainer.logs import get_logger, mask_secrets
+from trainer.logs import get_logger, log_once, mask_secrets
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -37,6 +37,7 @@ __all__ = [
     "files_of_hub",
     "find_flat",
     "find_source",
+    "find_test_source",
     "first_record",
     "read_batches",
 ]
@@ -159,7 +160,7 @@ def find_source(data: DataConfig) -> Source:
     if glob.has_magic(data.source):
         files = _match(Path(), data.source, data.data_path)
         return _source(data, _kind_of(files[0]), files, params)
-    if _HUB_NAME.fullmatch(data.source) and not data.source.endswith(sum(_SUFFIXES.values(), ())):
+    if _is_hub_name(data.source):
         if data.source_data_dir is not None:
             params["data_dir"] = data.source_data_dir
         return Source(
@@ -171,6 +172,49 @@ def find_source(data: DataConfig) -> Source:
         found=data.source,
         rule=f"{_KINDS}, binidx, npy, a local path, or the name of a data set of the Hub",
     )
+
+
+def _is_hub_name(name: str | None) -> bool:
+    """Whether a name that is no kind of files, and no path that exists, can be one of the Hub."""
+    is_free = name is not None and name not in (*_BUILDERS, *_ALIASES) and not Path(name).expanduser().exists()
+    return is_free and bool(_HUB_NAME.fullmatch(str(name))) and not str(name).endswith(sum(_SUFFIXES.values(), ()))
+
+
+def find_test_source(data: DataConfig) -> Source | None:
+    """The source's own validation documents, as `data.source_test_split` says; None if there are none.
+
+    `auto` does not ask the Hub, so that prepared data need no network.
+
+    Raises:
+        ConfigError: the split that is named is not there, or trains.
+        DataError: a file or folder is missing, or the Hub cannot be reached.
+    """
+    wanted = data.source_test_split
+    if wanted is None:
+        return None
+    splits = _splits_of(data)
+    name = "test" if wanted == "auto" else wanted
+    if wanted == "auto" and (name not in splits or data.source_dataset_split.split("[")[0] == name):
+        return None
+    if name not in splits and not _is_hub_name(data.source):
+        found = ", ".join(splits) or "a source without named splits"
+        raise ConfigError("data.source_test_split", "is no split of the source", found=name, rule=f"one of {found}")
+    if name == data.source_dataset_split.split("[")[0]:
+        raise ConfigError("data.source_test_split", "is the split that trains", found=name, fix="name another one")
+    log_once(logger, "data: the source's split %s validates; data.test_split has no effect", name)
+    return find_source(dataclasses.replace(data, source_dataset_split=name))
+
+
+def _splits_of(data: DataConfig) -> list[str]:
+    """Names of the splits that the source has, as far as it names them."""
+    assert data.source is not None
+    params = dict(data.source_dataset_params or {})
+    if isinstance(params.get("data_files"), dict):
+        return list(params["data_files"])
+    folder = Path(data.source).expanduser()
+    if (folder / "dataset_dict.json").is_file():
+        return sorted(path.name for path in folder.iterdir() if (path / "state.json").is_file())
+    return []
 
 
 def _remote_source(data: DataConfig, params: dict[str, Any], options: dict[str, Any]) -> Source:

@@ -24,7 +24,7 @@ from trainer.data.manifest import Manifest, list_source
 from trainer.data.sampler import epoch_permutation, keyed_permutation
 from trainer.data.selection import in_words, keep_documents
 from trainer.data.source_files import SourceBatch
-from trainer.data.sources import files_of_hub, read_batches
+from trainer.data.sources import Source, files_of_hub, read_batches
 from trainer.data.store import FlatStore
 from trainer.data.work import Work, encoder_of, find_work, recipe_of
 from trainer.errors import ConfigError, DataError
@@ -91,7 +91,8 @@ class DocumentStream:
 
     def __init__(self, part: Work, seed: int, vocab_size: int) -> None:
         if part.source.kind == "hub":
-            part = dataclasses.replace(part, source=files_of_hub(part.source))
+            test = None if part.test is None else files_of_hub(part.test)
+            part = dataclasses.replace(part, source=files_of_hub(part.source), test=test)
         self.part, self._seed, self._vocab_size = part, seed, vocab_size
         self._data, self._source = part.data, part.source
         self.encoder = encoder_of(part)
@@ -99,7 +100,9 @@ class DocumentStream:
         self._orders: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
         self._first_trained: tuple[int, int, int] = (0, 0, 0)
         """(file, batch, document in it): all before it are validation documents."""
-        self.validation = self._hold_out(_num_validation(self._data))
+        self.validation = (
+            self._hold_out(_num_validation(self._data)) if part.test is None else self._own_validation(part.test)
+        )
 
     @functools.cached_property
     def digest(self) -> str:
@@ -202,6 +205,16 @@ class DocumentStream:
             together = together[keyed_permutation(len(together), self._seed, *mark)]
         if len(together):
             yield Block(mark, [batch for _, batch, _ in parts], together)
+
+    def _own_validation(self, test: Source) -> list[Document]:
+        """All documents of the source's own validation split."""
+        found: list[Document] = []
+        batches = read_batches(test, self.encoder.record_format.columns)
+        for _, batch in encode_batches(batches, self.encoder, 1):
+            kept, _ = keep_documents(self._data, batch.sizes, trained_targets(batch))
+            block = Block(Mark(0, 0, 0), [batch], _places(0, batch, kept[batch.sizes[kept] > 1]))
+            found += map(block.document, range(block.num_documents))
+        return found
 
     def _hold_out(self, num: int) -> list[Document]:
         """The first `num` documents in the order of the source; training leaves them out."""

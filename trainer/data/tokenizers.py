@@ -10,18 +10,22 @@ from __future__ import annotations
 import abc
 import ast
 import codecs
+import dataclasses
 import functools
 import hashlib
 import importlib.util
+import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from trainer.data.added_tokens import AddedTokens, read_added_tokens
-from trainer.errors import ConfigError, DataError
+from trainer.data.hf_tokenizer import AutoTokenizerOptions, HuggingFaceTokenizer
+from trainer.data.tokenizer_base import Tokenizer, utf8
+from trainer.errors import ConfigError
 from trainer.logs import get_logger
 
 if TYPE_CHECKING:
@@ -65,34 +69,9 @@ _LONGEST_TOKEN_BYTES = 128
 logger = get_logger(__name__)
 
 
-class Tokenizer(Protocol):
-    """What the rest of the product needs of a tokenizer."""
-
-    name: str
-    vocab_size: int
-    """All ids are below this."""
-    digest: str
-    """Changes when the ids of any text may change."""
-    end_of_document: int
-    """Id that ends a document; 0 for every tokenizer here."""
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of `text`, without an end-of-document id. DataError if it holds a lone surrogate."""
-
-    def encode_array(self, text: str) -> np.ndarray:
-        """The same as a uint16 array, int32 if `vocab_size` needs it; made for documents of any length."""
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text."""
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Text of `ids`. Id 0 and unknown ids give nothing; incomplete UTF-8 gives U+FFFD."""
-
-    def token_bytes(self, token_id: int) -> bytes | None:
-        """UTF-8 bytes that the id stands for, or None if this tokenizer cannot say."""
-
-
-def get_tokenizer(name: str, *, world_add_endoftext_token: bool = True) -> Tokenizer:
+def get_tokenizer(
+    name: str, *, world_add_endoftext_token: bool = True, auto_tokenizer: Mapping[str, Any] | None = None
+) -> Tokenizer:
     """The tokenizer of `data.tokenizer`.
 
     Args:
@@ -100,11 +79,13 @@ def get_tokenizer(name: str, *, world_add_endoftext_token: bool = True) -> Token
             world or byte vocabulary is that tokenizer, with the tokens added there), the name of one in the local
             cache of the Hub, or `neox`, short for EleutherAI/gpt-neox-20b.
         world_add_endoftext_token: let the text `<|endoftext|>` encode to 0 with the world tokenizer.
+        auto_tokenizer: data.autoTokenizer, for Hugging Face tokenizers.
 
     Raises:
-        ConfigError: the name is none of these, or the vocabulary cannot be read.
+        ConfigError: the name is none of these, the vocabulary cannot be read, or the options do not fit.
     """
-    return _cached_tokenizer(name, world_add_endoftext_token)
+    options = AutoTokenizerOptions.from_setting(auto_tokenizer)
+    return _cached_tokenizer(name, world_add_endoftext_token, json.dumps(dataclasses.asdict(options)))
 
 
 def built_in_tokenizer(vocab_size: int) -> str | None:
@@ -113,7 +94,15 @@ def built_in_tokenizer(vocab_size: int) -> str | None:
 
 
 @functools.lru_cache(maxsize=8)
-def _cached_tokenizer(name: str, world_add_endoftext_token: bool) -> Tokenizer:
+def _cached_tokenizer(name: str, world_add_endoftext_token: bool, options: str) -> Tokenizer:
+    auto = AutoTokenizerOptions(**json.loads(options))
+    tokenizer = _make_tokenizer(name, world_add_endoftext_token, auto)
+    if auto != AutoTokenizerOptions() and not isinstance(tokenizer, HuggingFaceTokenizer):
+        raise ConfigError("data.autoTokenizer", f"acts only with a Hugging Face tokenizer, not {name}", fix="remove it")
+    return tokenizer
+
+
+def _make_tokenizer(name: str, world_add_endoftext_token: bool, auto: AutoTokenizerOptions) -> Tokenizer:
     if name == "world":
         return WorldTokenizer(add_endoftext_token=world_add_endoftext_token)
     if name == "byte":
@@ -122,12 +111,12 @@ def _cached_tokenizer(name: str, world_add_endoftext_token: bool) -> Tokenizer:
     if path.exists():
         base = _base_in_folder(path, world_add_endoftext_token)
         if base is None:
-            return HuggingFaceTokenizer(path)
+            return HuggingFaceTokenizer(path, auto)
         added = read_added_tokens(path)
         return AddedTokens(base, added, str(path)) if added else base
     cached = _in_hub_cache(_SHORT_NAMES.get(name, name))
     if cached is not None:
-        return HuggingFaceTokenizer(cached)
+        return HuggingFaceTokenizer(cached, auto)
     raise ConfigError(
         "data.tokenizer",
         "is no built-in tokenizer and no local path",
@@ -163,23 +152,6 @@ def _in_hub_cache(name: str) -> Path | None:
 
     found = huggingface_hub.try_to_load_from_cache(name, "tokenizer.json")
     return Path(found) if isinstance(found, str) else None
-
-
-def _utf8(text: str) -> bytes:
-    """UTF-8 of `text`; DataError at a lone surrogate."""
-    try:
-        return text.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(
-            "text",
-            f"character {error.start} is a lone surrogate, which no text file can hold",
-            found=f"U+{ord(text[error.start]):04X}",
-            fix="repair or drop the document",
-        ) from None
-
-
-def _id_dtype(vocab_size: int) -> type[np.uint16] | type[np.int32]:
-    return np.uint16 if vocab_size <= 1 << 16 else np.int32
 
 
 def read_world_vocabulary() -> list[bytes]:
@@ -318,7 +290,7 @@ class WorldTokenizer(_BytesTokenizer):
 
     def encode_array(self, text: str) -> np.ndarray:
         """Ids as uint16."""
-        _utf8(text)
+        utf8(text)
         if not self._add_endoftext_token:
             return self._encode_plain(text)
         end = np.zeros(1, np.uint16)
@@ -372,85 +344,11 @@ class ByteTokenizer(_BytesTokenizer):
 
     def encode_array(self, text: str) -> np.ndarray:
         """Ids as uint16."""
-        return np.frombuffer(_utf8(text), np.uint8).astype(np.uint16) + np.uint16(1)
+        return np.frombuffer(utf8(text), np.uint8).astype(np.uint16) + np.uint16(1)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The byte of the id; b"" for 0 and ids above 256."""
         return bytes([token_id - 1]) if 1 <= token_id <= 256 else b""
-
-
-class HuggingFaceTokenizer:
-    """A local tokenizer in Hugging Face's format. Special tokens are never added; no code from the folder runs.
-
-    Args:
-        path: a tokenizer.json, or a folder. A folder without tokenizer.json is read by transformers.
-
-    Raises:
-        ConfigError: the files cannot be read.
-    """
-
-    end_of_document = 0
-
-    def __init__(self, path: Path) -> None:
-        file = path / "tokenizer.json" if path.is_dir() else path
-        try:
-            self._core, vocabulary = _fast_tokenizer(file) if file.is_file() else _transformers_tokenizer(path)
-        # Both libraries raise bare Exception for malformed files.
-        except Exception as error:
-            raise ConfigError(
-                "data.tokenizer",
-                f"{path} cannot be read as a tokenizer ({error})",
-                rule="world, byte, or a folder with a valid tokenizer.json",
-            ) from error
-        self.name = str(path)
-        self.vocab_size = max(vocabulary.values(), default=0) + 1
-        self.digest = f"hf-{_files_digest([file] if file.is_file() else sorted(path.iterdir()))}"
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of `text`, without special tokens."""
-        _utf8(text)
-        encoded = self._core.encode(text, add_special_tokens=False)
-        return list(encoded if isinstance(encoded, list) else encoded.ids)
-
-    def encode_array(self, text: str) -> np.ndarray:
-        """Ids as uint16, or int32 for more than 65536 tokens."""
-        return np.array(self.encode(text), _id_dtype(self.vocab_size))
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text."""
-        return [self.encode(text) for text in texts]
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Text of `ids`. Id 0 and unknown ids give nothing."""
-        known = [int(token_id) for token_id in ids if 0 < int(token_id) < self.vocab_size]
-        return str(self._core.decode(known, skip_special_tokens=False))
-
-    def token_bytes(self, token_id: int) -> None:
-        """None: the bytes of a single token are not defined for every Hugging Face tokenizer."""
-
-
-def _fast_tokenizer(file: Path) -> tuple[Any, dict[str, int]]:
-    import tokenizers
-
-    core = tokenizers.Tokenizer.from_file(str(file))
-    core.no_truncation()
-    core.no_padding()
-    return core, core.get_vocab(with_added_tokens=True)
-
-
-def _transformers_tokenizer(folder: Path) -> tuple[Any, dict[str, int]]:
-    import transformers
-
-    core = transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
-    return core, core.get_vocab()
-
-
-def _files_digest(files: list[Path]) -> str:
-    digest = hashlib.sha256()
-    for file in files:
-        if file.is_file() and file.stat().st_size < 1 << 27:
-            digest.update(file.name.encode() + b"\0" + file.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 class StreamDecoder:

@@ -15,7 +15,7 @@ from trainer.data.format_choice import find_format, format_settings, given_forma
 from trainer.data.formats import RecordFormat
 from trainer.data.manifest import SourceFile, fingerprint_source
 from trainer.data.mixing import SourceSettings, read_datapack, source_settings
-from trainer.data.sources import Source, binidx_source, find_source, first_record
+from trainer.data.sources import Source, binidx_source, find_source, find_test_source, first_record
 from trainer.logs import mask_secrets
 
 __all__ = ["VERSION", "Work", "binidx_work", "encoder_of", "find_work", "has_source", "recipe_of", "tokenizer_of"]
@@ -23,6 +23,7 @@ __all__ = ["VERSION", "Work", "binidx_work", "encoder_of", "find_work", "has_sou
 VERSION = 2
 """Raise it when filtering, splitting, shaping or saving change; prepared data sets are then rebuilt."""
 
+_TEST = "test split: "
 _SHAPE_SETTINGS = (
     "train_on_end",
     "data_prefix_skip_mask",
@@ -43,6 +44,8 @@ class Work:
 
     settings: SourceSettings
     source: Source
+    test: Source | None = None
+    """The source's own validation documents."""
 
     @property
     def data(self) -> DataConfig:
@@ -59,7 +62,10 @@ def find_work(data: DataConfig) -> tuple[DataConfig, list[Work]]:
     """The settings that all sources share, and each source."""
     if data.datapack_config_path is not None:
         data = read_datapack(data)
-    work = [Work(settings, find_source(settings.data)) for settings in source_settings(data)]
+    work = [
+        Work(settings, find_source(settings.data), find_test_source(settings.data))
+        for settings in source_settings(data)
+    ]
     for part in work:
         given_format(part.data)
     return data, work
@@ -88,17 +94,17 @@ def recipe_of(
         for part in work:
             prefix = f"{part.settings.name}: "
             own = [file.moved(prefix, "") for file in known if file.name.startswith(prefix)]
-            own = [file.moved("", prefix) for file in fingerprint_source(part.source, own)]
+            own = [file.moved("", prefix) for file in _fingerprint(part, own)]
             files += own
             amounts = {name: getattr(part.settings, name) for name in ("epochs", "tokens", "weight")}
             recipe |= {
                 f"{prefix}{key}": value
-                for key, value in {**amounts, **_source_recipe(part.data, part.source, own, seed)}.items()
+                for key, value in {**amounts, **_source_recipe(part.data, part, own, seed)}.items()
             }
     else:
-        source = work[0].source if work else None
-        files = [] if source is None else fingerprint_source(source, known)
-        recipe |= _source_recipe(work[0].data if work else data, source, files, seed)
+        only = work[0] if work else None
+        files = [] if only is None else _fingerprint(only, known)
+        recipe |= _source_recipe(only.data if only else data, only, files, seed)
     recipe["versions"] = {
         "sources": sources.VERSION,
         "formats": formats.VERSION,
@@ -109,7 +115,16 @@ def recipe_of(
     return json.loads(json.dumps(recipe)), files
 
 
-def _source_recipe(data: DataConfig, source: Source | None, files: list[SourceFile], seed: int) -> dict[str, Any]:
+def _fingerprint(part: Work, known: list[SourceFile]) -> list[SourceFile]:
+    """Identity of all files of a source; those that validate stand last, under names of their own."""
+    files = fingerprint_source(part.source, known)
+    if part.test is not None:
+        own = [file.moved(_TEST, "") for file in known if file.name.startswith(_TEST)]
+        files += [file.moved("", _TEST) for file in fingerprint_source(part.test, own)]
+    return files
+
+
+def _source_recipe(data: DataConfig, part: Work | None, files: list[SourceFile], seed: int) -> dict[str, Any]:
     default = DataConfig()
     recipe: dict[str, Any] = {
         "min_token_size": data.min_token_size,
@@ -120,7 +135,10 @@ def _source_recipe(data: DataConfig, source: Source | None, files: list[SourceFi
     }
     recipe |= {name: getattr(data, name) for name in _SHAPE_SETTINGS if getattr(data, name) != getattr(default, name)}
     recipe |= format_settings(data)
-    if source is not None:
+    if part is not None and part.test is not None:
+        recipe["source_test_split"] = part.test.split
+    if part is not None:
+        source = part.source
         recipe |= {
             "source": source.hub_name or source.kind,
             "source_dataset_split": source.split,
@@ -133,7 +151,11 @@ def _source_recipe(data: DataConfig, source: Source | None, files: list[SourceFi
 
 def tokenizer_of(data: DataConfig) -> tokenizers.Tokenizer:
     """The tokenizer of the settings."""
-    return tokenizers.get_tokenizer(data.tokenizer, world_add_endoftext_token=data.world_add_endoftext_token)
+    return tokenizers.get_tokenizer(
+        data.tokenizer,
+        world_add_endoftext_token=data.world_add_endoftext_token,
+        auto_tokenizer=data.autoTokenizer,
+    )
 
 
 def encoder_of(part: Work) -> Encoder:
@@ -142,6 +164,7 @@ def encoder_of(part: Work) -> Encoder:
     return Encoder(
         tokenizer=data.tokenizer,
         world_add_endoftext_token=data.world_add_endoftext_token,
+        auto_tokenizer=data.autoTokenizer,
         append_end_of_document=data.append_end_of_document,
         record_format=_record_format(part),
         train_on_end=data.train_on_end,

@@ -24,7 +24,7 @@ from trainer.checkpoint.read import peek_shape
 from trainer.checkpoint.verify import read_manifest
 from trainer.config import RunConfig
 from trainer.data.module import LanesDataModule
-from trainer.data.tokenizers import get_tokenizer
+from trainer.data.work import tokenizer_of
 from trainer.errors import ConfigError
 from trainer.logs import get_logger, mask_secrets
 from trainer.model.naming import ModelShape
@@ -73,7 +73,7 @@ def _vocab_rows(run: RunConfig) -> int:
     """Rows of a fresh embedding: ids of the tokenizer, rounded up to a multiple of 16; 65536 for `world`."""
     if run.data.tokenizer == "world":
         return 65536
-    tokenizer = get_tokenizer(run.data.tokenizer, world_add_endoftext_token=run.data.world_add_endoftext_token)
+    tokenizer = tokenizer_of(run.data)
     return -(-tokenizer.vocab_size // 16) * 16
 
 
