@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.evaluate.small_models import lively_weights
 from trainer.checkpoint.export import save_weights
 from trainer.cli import parse_run_config
-from trainer.model.init import init_weights
 from trainer.model.naming import ModelShape
 from trainer.train.callbacks import METRICS_FILE, read_metrics
 from trainer.train.run import execute
@@ -20,7 +20,8 @@ RECIPES = sorted(ROOT.glob("configs/finetune/*.yaml"))
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory):
     path = tmp_path_factory.mktemp("model") / "model.pth"
-    save_weights(init_weights(ModelShape.official(2, 64, 272), 1), path)
+    # Official initial weights have zeros behind which a state has no gradient.
+    save_weights(lively_weights(ModelShape.official(2, 64, 272)), path)
     return path
 
 
