@@ -16,7 +16,7 @@ from trainer.checkpoint.tensorfile import save_safetensors  # noqa: E402
 from trainer.config import CheckpointConfig, DataConfig, ModelConfig, RunConfig, TrainerConfig  # noqa: E402
 from trainer.train import run as training  # noqa: E402
 from trainer.train.lit_module import LitRWKV7  # noqa: E402
-from trainer.train.strategy import average_over_ranks, check_gradients, deepspeed_config  # noqa: E402
+from trainer.train.strategy import check_gradients, deepspeed_config  # noqa: E402
 
 
 class Recorder(LitRWKV7):
@@ -32,7 +32,7 @@ class Recorder(LitRWKV7):
             n: w + 0.05 * torch.randn(w.shape, generator=generator, dtype=torch.float32) for n, w in weights.items()
         }
 
-    def _update(self, optimizer):
+    def _update(self, optimizer, clipped):
         if self.run.strategy.startswith("deepspeed"):
             from deepspeed.utils import safe_get_full_grad
 
@@ -41,7 +41,6 @@ class Recorder(LitRWKV7):
             grads = {n: g.clone() for n, g in named.items() if g is not None}
         else:
             grads = optimizer.optimizer.gradients()
-            average_over_ranks(list(grads.values()), self.trainer.world_size)
         if self.trainer.is_global_zero:
             save_safetensors(self.out, {n: g.double() for n, g in grads.items()})
         optimizer.step()

@@ -356,7 +356,6 @@ def run_step(
         untrained=[_leading_untrained(batch.weight_BT) for batch in batches],
     )
     scale = world_size / plan.total_weight
-    max_kept = max(1, options.host_memory_bytes // _state_bytes(engine.zero_state(options.micro_rows)))
     result = StepResult(total_weight=plan.total_weight)
     for number, micro in enumerate(plan.micro):
         batch = batches[number] if number < len(batches) else None
@@ -364,6 +363,9 @@ def run_step(
         state = states[number] if number < len(states) else None
         if state is None:
             state = engine.zero_state(len(batch.lengths) if batch is not None and batch.lengths else 1)
+        # As for a full micro-batch, so that all ranks replay the same chunks.
+        full_bytes = _state_bytes(state) // len(state[0].wkv) * options.micro_rows
+        max_kept = max(1, options.host_memory_bytes // full_bytes)
         final = run.run(state, number == len(plan.micro) - 1, max_kept)
         result.losses += run.losses
         result.labels += [(number, index) for index in run.labels]

@@ -31,14 +31,10 @@ def zero_state(
     """State before the first token of a document, for activations of `dtype`."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     heads = width // head_size
-    return tuple(
-        LayerState(
-            torch.zeros(batch, width, device=device, dtype=dtype),
-            torch.zeros(batch, width, device=device, dtype=dtype),
-            torch.zeros(batch, heads, head_size, head_size, device=device, dtype=wide),
-        )
-        for _ in range(num_layers)
-    )
+    # Two tensors for all layers: one launch each on a GPU.
+    shift_L2BC = torch.zeros(num_layers, 2, batch, width, device=device, dtype=dtype)
+    wkv_LBHNN = torch.zeros(num_layers, batch, heads, head_size, head_size, device=device, dtype=wide)
+    return tuple(LayerState(shift[0], shift[1], wkv) for shift, wkv in zip(shift_L2BC, wkv_LBHNN, strict=True))
 
 
 def map_state(function: Callable[[Tensor], Tensor], state: ModelState) -> ModelState:

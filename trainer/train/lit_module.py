@@ -207,10 +207,11 @@ class LitRWKV7(pl.LightningModule):
         else:
             result = self._run_chunks(batch)
         try:
+            clipped = self._clip(optimizer)  # before anything is read, so that the GPU is waited for once
             loss, tokens, samples = self._reduce_losses(result, batch)
             if not torch.isfinite(torch.tensor(loss)):
                 self._stop_non_finite(result, batch)
-            norm = self._update(optimizer)
+            norm = self._update(optimizer, clipped)
         except NonFiniteError as error:
             self._leave_out(error, batch, result)
             return
@@ -267,17 +268,23 @@ class LitRWKV7(pl.LightningModule):
         self.progress["skipped_steps"] += 1
         self.data_position = batch.position
 
-    def _update(self, optimizer: Any) -> float:
-        """Clip, check and apply the step's gradient; returns its global norm."""
+    def _clip(self, optimizer: Any) -> Tensor | None:
+        """Clip the step's gradient: its global norm, for which nobody waits yet; None = DeepSpeed does it."""
         if is_deepspeed(self.trainer.strategy):
+            return None
+        flat = optimizer.optimizer.flat_gradients()
+        average_over_ranks(flat, self.trainer.world_size)
+        return clip_by_global_norm(flat, self.run.model.grad_clip)
+
+    def _update(self, optimizer: Any, clipped: Tensor | None) -> float:
+        """Check and apply the step's gradient; returns its global norm."""
+        if clipped is None:
             check_gradients(self)
             optimizer.step()
             deepspeed_engine: Any = self.trainer.strategy.model
             return float(deepspeed_engine.get_global_grad_norm() or 0.0)
         inner: MasterAdamW = optimizer.optimizer
-        flat = inner.flat_gradients()
-        average_over_ranks(flat, self.trainer.world_size)
-        norm = float(clip_by_global_norm(flat, self.run.model.grad_clip))
+        norm = float(clipped)
         if not norm < float("inf"):
             sums = inner.gradients()
             bad = [name for name, _ in self.model.named_parameters() if not bool(torch.isfinite(sums[name]).all())]
