@@ -1,29 +1,36 @@
 """Speed and memory of a training step: forward, loss, backward and update of one chunk per row.
 
-    python benchmarks/train.py [--only L12-D768-4096x1] [--compile on off] [--steps 16] [--profile]
+    python benchmarks/train.py [--only L12-D768-4096x1] [--compile on off] [--grad_cp on off] [--fit] [--profile]
 
 Random tokens, random weights in place of the zero initial matrices, bf16 weights with float32 masters, no clipping,
-no data loading, no logging. MFU = 6 x parameters without the
-embedding x tokens / (time x 801 TFLOP/s), the matrix rate of an H200; recomputation is not counted.
+no data loading, no logging. MFU = 6 x parameters without the embedding x tokens / (time x 801 TFLOP/s), the matrix
+rate of an H200; recomputation is not counted. With --fit each case also runs as `lightning_trainer.py fit`, with
+loading, checks, clipping, metrics file and progress, and the speed is that of its last --steps steps.
 """
 
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
+import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from trainer.bptt.step import StepOptions, run_step  # noqa: E402
 from trainer.config import ModelConfig  # noqa: E402
+from trainer.data.binidx import BinIdxWriter  # noqa: E402
 from trainer.model.naming import ModelShape  # noqa: E402
 from trainer.model.rwkv7 import RWKV7  # noqa: E402
+from trainer.train.callbacks import read_metrics  # noqa: E402
 from trainer.train.local_engine import LocalEngine  # noqa: E402
 from trainer.train.optim import MasterAdamW, parameter_groups  # noqa: E402
 from trainer.types import Batch  # noqa: E402
@@ -78,14 +85,40 @@ def random_batch(rows: int, ctx: int, seed: int) -> Batch:
     return Batch(*(x.pin_memory() for x in tensors), (ctx,) * rows)
 
 
-def run_case(name: str, compile_blocks: bool, args: argparse.Namespace) -> dict[str, float]:
-    """Median step time and peak memory."""
-    layers, width, ctx, rows, grad_cp, slice_rows, *_ = CASES[name]
+def fit_case(name: str, compile_blocks: bool, grad_cp: bool, args: argparse.Namespace) -> float:
+    """Tokens per second of `lightning_trainer.py fit`."""
+    layers, width, ctx, rows, _, slice_rows, *_ = CASES[name]
+    steps = args.warmup + args.steps
+    with tempfile.TemporaryDirectory() as folder:
+        generator = np.random.default_rng(0)
+        with BinIdxWriter(Path(folder, "random"), np.uint16) as writer:
+            for _ in range(steps * rows):
+                writer.add_document(generator.integers(1, VOCAB, ctx + 1))
+        config = {
+            "trainer": {"devices": 1, "max_steps": steps, "precision": "bf16-mixed", "target_batch_size": rows, "microbatch_size": rows},
+            "model": {
+                "n_layer": layers, "n_embd": width, "vocab_size": VOCAB, "ctx_len": ctx, "loss_chunk_rows": slice_rows,
+                "grad_cp": grad_cp, "compile": "on" if compile_blocks else "off", "grad_clip": 1.0,
+            },
+            "data": {"source": "binidx", "source_data_dir": f"{folder}/random", "tokenizer": "byte", "test_split": 0},
+            "checkpoint": {"dir": f"{folder}/run", "every_steps": 0},
+        }  # fmt: skip
+        path = Path(folder, "fit.yaml")
+        path.write_text(yaml.safe_dump(config))
+        command = [sys.executable, str(ROOT / "lightning_trainer.py"), "fit", "-c", str(path)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        times = [row["time"] for row in read_metrics(Path(folder, "run", "metrics.jsonl")) if "loss" in row]
+    return args.steps * rows * ctx / (times[-1] - times[-1 - args.steps])
+
+
+def run_case(name: str, compile_blocks: bool, grad_cp: bool, args: argparse.Namespace) -> dict[str, float]:
+    """Mean step time and peak memory."""
+    layers, width, ctx, rows, _, slice_rows, *_ = CASES[name]
     shape = ModelShape.official(layers, width, VOCAB)
     model = random_model(shape, ctx, grad_cp, compile_blocks)
     settings = ModelConfig(n_layer=layers, n_embd=width, ctx_len=ctx, loss_chunk_rows=slice_rows)
     optimizer = MasterAdamW(parameter_groups(model.named_parameters(), settings), settings)
-    engine = LocalEngine(model, settings, graphs=args.graphs and not grad_cp)
+    engine = LocalEngine(model, settings, graphs=args.graphs and not grad_cp and rows * ctx <= 16384)
     options = StepOptions(ctx, 1, -1, 1 << 33, 1, rows)
     batches = [random_batch(rows, ctx, seed) for seed in range(4)]
     device = torch.device("cuda")
@@ -111,17 +144,17 @@ def run_case(name: str, compile_blocks: bool, args: argparse.Namespace) -> dict[
     for index in range(args.steps):
         step(index)
     torch.cuda.synchronize()
-    median = (time.perf_counter() - begin) / args.steps
+    mean = (time.perf_counter() - begin) / args.steps
     if args.profile:
         profile(step, name)
     tokens = rows * ctx
     flops = 6 * (shape.num_parameters() - VOCAB * width) * tokens
     return {
-        "tokens/s": tokens / median,
-        "ms": 1e3 * median,
-        "spread": (max(times) - min(times)) / median,
+        "tokens/s": tokens / mean,
+        "ms": 1e3 * mean,
+        "spread": (max(times) - min(times)) / mean,
         "GiB": torch.cuda.max_memory_allocated() / 2**30,
-        "MFU": flops / median / PEAK_FLOPS,
+        "MFU": flops / mean / PEAK_FLOPS,
         "warm-up s": first,
     }
 
@@ -150,26 +183,33 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--compile", nargs="+", default=["on"], choices=("on", "off"))
+    parser.add_argument("--grad_cp", nargs="+", choices=("on", "off"), help="instead of the cases' own")
     parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--fit", action="store_true")
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--warmup", type=int, default=8)
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, V {VOCAB}, graphs={args.graphs}")
     print(
-        f"{'case':22s} {'compile':>7s} {'tokens/s':>10s} {'bar':>8s} {'ms':>8s} {'spread':>7s} {'GiB':>7s} {'bar':>5s} {'MFU':>6s} {'warm-up s':>9s}"
+        f"{'case':22s} {'compile':>7s} {'grad_cp':>7s} {'tokens/s':>10s} {'bar':>8s} {'fit':>8s} {'ms':>8s} {'spread':>7s} "
+        f"{'GiB':>7s} {'bar':>5s} {'MFU':>6s} {'warm-up s':>9s}"
     )
     for name in args.only:
-        bar_speed, bar_memory = CASES[name][6:]
-        for mode in args.compile:
-            torch._dynamo.reset()
-            torch.cuda.empty_cache()
-            row = run_case(name, mode == "on", args)
-            print(
-                f"{name:22s} {mode:>7s} {row['tokens/s']:10,.0f} {bar_speed or '-':>8} {row['ms']:8.2f} {row['spread']:7.3f} "
-                f"{row['GiB']:7.2f} {bar_memory or '-':>5} {row['MFU']:6.1%} {row['warm-up s']:9.1f}",
-                flush=True,
-            )
+        own_grad_cp, _, bar_speed, bar_memory = CASES[name][4:]
+        for grad_cp in args.grad_cp or ["on" if own_grad_cp else "off"]:
+            for mode in args.compile:
+                torch._dynamo.reset()
+                torch.cuda.empty_cache()
+                row = run_case(name, mode == "on", grad_cp == "on", args)
+                torch.cuda.empty_cache()
+                fit = f"{fit_case(name, mode == 'on', grad_cp == 'on', args):,.0f}" if args.fit else "-"
+                print(
+                    f"{name:22s} {mode:>7s} {grad_cp:>7s} {row['tokens/s']:10,.0f} {bar_speed or '-':>8} {fit:>8s} "
+                    f"{row['ms']:8.2f} {row['spread']:7.3f} {row['GiB']:7.2f} {bar_memory or '-':>5} {row['MFU']:6.1%} "
+                    f"{row['warm-up s']:9.1f}",
+                    flush=True,
+                )
     return 0
 
 
