@@ -40,7 +40,7 @@ def test_csv(tmp_path):
         (b"text,n\nabc,1\nabc\n", "line 3 has 1 fields; must be 2, one for each of text, n"),
         (b"text,n\nabc,1,2\n", "line 2 has 3 fields"),
         (b'text,n\n"abc,1\n', "line 2 is no valid csv"),
-        (b"text,n\nabc\xff,1\n", "is not valid utf-8 after line .*0xff"),
+        (b"text,n\nabc\xff,1\n", "is not valid utf-8 in line 2, byte 10 of the file .*0xff"),
         (b"", "holds no documents"),
         (b"text,n\n", "holds no documents"),
         (b"title,n\nabc,1\n", "line 2: has no column text.*found 'title, n'"),

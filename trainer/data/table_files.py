@@ -175,8 +175,7 @@ def csv_batches(file: SourcePath, params: dict[str, Any]) -> Iterator[RecordBatc
                     yield RecordBatch(entries, size)
                     entries, size = [], 0
         except UnicodeDecodeError as error:
-            problem = f"is not valid {encoding.removesuffix('-sig')} after line {line} ({error.reason})"
-            raise DataError(file, problem, found=f"byte 0x{error.object[error.start]:02x}") from None
+            raise _not_decodable(file, encoding, line, error) from None
         except csv.Error as error:
             raise DataError(file, f"line {line + 1} is no valid csv ({error})") from error
         except LookupError:
@@ -185,6 +184,22 @@ def csv_batches(file: SourcePath, params: dict[str, Any]) -> Iterator[RecordBatc
             raise DataError(file, f"cannot be read after line {line} ({error.strerror or error})") from error
     if entries:
         yield RecordBatch(entries, size)
+
+
+def _not_decodable(file: SourcePath, encoding: str, line: int, error: UnicodeDecodeError) -> DataError:
+    """Text is decoded ahead of the rows: look for the place again, line by line."""
+    place = f"after line {line}"
+    offset = 0
+    with file.open("rb") as stream:
+        for number, content in enumerate(stream, 1):
+            try:
+                content.decode(encoding)
+            except UnicodeDecodeError as found:
+                place, error = f"in line {number}, byte {offset + found.start} of the file", found
+                break
+            offset += len(content)
+    problem = f"is not valid {encoding.removesuffix('-sig')} {place} ({error.reason})"
+    return DataError(file, problem, found=f"byte 0x{error.object[error.start]:02x}", fix="convert the file to utf-8")
 
 
 class _FrameUnpickler(pickle.Unpickler):
