@@ -315,9 +315,10 @@ class WorldTokenizer(_BytesTokenizer):
             piece = text[start : start + _PIECE_CHARS]
             ids = encode(piece)
             keep, unsure = self._settled(ids)
-            parts.append(np.array(ids[:keep], np.uint16))
+            parts.append(np.fromiter(ids[:keep], np.uint16, keep))
             start += len(piece) - unsure
-        parts.append(np.array(encode(text[start:]), np.uint16))
+        ids = encode(text[start:])
+        parts.append(np.fromiter(ids, np.uint16, len(ids)))
         return np.concatenate(parts)
 
     @staticmethod
