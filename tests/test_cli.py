@@ -95,7 +95,7 @@ def error_of(capsys, *argv, code=2):
         (("weights.pth", "."), ["load_model", "folder"]),
         (("32-true", "fp16"), ["trainer.precision", "fp16", "bf16-mixed"]),
         (("32-true", "16-mixed"), ["trainer.precision", "16-mixed", "bf16-mixed"]),
-        (("devices: 1", "devices: 1\n  num_nodes: 2"), ["trainer.num_nodes", "2", "not proven yet"]),
+        (("devices: 1", "devices: 1\n  num_nodes: 0"), ["trainer.num_nodes", "0", "1 or more"]),
         (("devices: 1", "devices: 64"), ["base.yaml:4", "trainer.devices", "64", f"{os.cpu_count()} CPU core"]),
         (("max_steps: 8", "max_steps: many"), ["base.yaml:6", 'trainer.max_steps: "many" is not an int']),
         (("devices: 1", "devices: 1\n  logger: {class_path: no.such.Logger}"), ["trainer.logger", "no.such.Logger"]),

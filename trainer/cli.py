@@ -192,6 +192,7 @@ def _build_run(values: Namespace, arguments: Arguments) -> tuple[RunConfig, Any]
         max_epochs=trainer["max_epochs"],
         accelerator=str(trainer["accelerator"]),
         devices=_count_devices(str(trainer["accelerator"]), devices),
+        num_nodes=trainer["num_nodes"],
         seed=values.seed_everything,
     )
     return _with_accumulation(run, trainer["accumulate_grad_batches"], arguments), devices
@@ -202,8 +203,6 @@ def _refuse_unsupported(trainer: dict[str, Any]) -> None:
         if hasattr(trainer[name], "class_path"):
             problem = "an object cannot be given here"
             raise ConfigError(f"trainer.{name}", problem, found=trainer[name].class_path, fix="give its name")
-    if trainer["num_nodes"] != 1:
-        raise ConfigError("trainer.num_nodes", "more than one machine is not proven yet", found=trainer["num_nodes"])
     if trainer["gradient_clip_algorithm"] not in (None, "norm"):
         found = trainer["gradient_clip_algorithm"]
         raise ConfigError("trainer.gradient_clip_algorithm", "only norm is supported", found=found, fix="remove it")
@@ -217,7 +216,7 @@ def _refuse_unsupported(trainer: dict[str, Any]) -> None:
 def _with_accumulation(run: RunConfig, num_microbatches: int, arguments: Arguments) -> RunConfig:
     if num_microbatches == 1:
         return run
-    target = num_microbatches * run.devices * run.trainer.microbatch_size
+    target = num_microbatches * run.devices * run.num_nodes * run.trainer.microbatch_size
     if run.trainer.target_batch_size not in (-1, target):
         raise ConfigError(
             "trainer.accumulate_grad_batches",

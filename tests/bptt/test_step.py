@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -307,3 +308,12 @@ def test_windows_and_strides():
         stride = boundary_stride(boundaries, limit)
         assert -(-boundaries // stride) + stride - 1 <= limit
     assert boundary_stride(255, 1) == 16
+
+
+def test_the_share_of_chunks_that_wait_is_that_of_all_ranks():
+    """Rank 0 has 4 chunks and 1, rank 1 has 1 and none: of 4 x 2 + 1 x 2 chunks 6 are real."""
+    own, other = [0.0, 4, 0, 1, 0], [0.0, 1, 0, 0, math.inf]
+    plan = StepPlan.agree(
+        [(60, 16), (9,)], 0.0, ctx_len=16, window=1, learning_range=-1, num_micro=2, gather=lambda _: [own, other]
+    )
+    assert plan.waiting_share == pytest.approx(0.4)

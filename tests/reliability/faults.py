@@ -133,6 +133,17 @@ def save_at_start() -> None:
     checkpointing.Checkpointing.on_train_start = start_and_save
 
 
+def say_initial_weights() -> None:
+    """Not a fault: each time that a process reads or makes a whole set of weights is said."""
+    initial = LitRWKV7.initial_weights
+
+    def said(self: LitRWKV7) -> Any:
+        os.write(2, b"a whole set of weights\n")
+        return initial(self)
+
+    LitRWKV7.initial_weights = said
+
+
 # ---- numbers that are not finite
 
 

@@ -51,22 +51,29 @@ class Ranks:
         ranks: tuple[int, ...] | None = None,
         port: int = 0,
         every: str = "",
+        machines: int = 1,
         **faults: str,
     ) -> tuple[list[int], str]:
         """Exit codes and the output of `ranks`, all by default.
 
-        `rank0` and `rank1` name a fault of one, `every` one of all; `failpoint` is rank 1's.
+        `rank0` and `rank1` name a fault of one, `every` one of all; `failpoint` is rank 1's. With `machines` each
+        has an equal part of the processes, as far as they can tell.
         """
-        world = str(processes)
+        world, here = str(processes), processes // machines
         environment = {
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port or free_port()), "WORLD_SIZE": world,
-            "LOCAL_WORLD_SIZE": world, "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": name, "DS_ACCELERATOR": "cpu",
+            "LOCAL_WORLD_SIZE": str(here), "TORCHELASTIC_RUN_ID": name, "DS_ACCELERATOR": "cpu",
         }  # fmt: skip
         children = [
             self.run(name).start(
                 *options,
                 faults=tuple(filter(None, (*self.always, every, faults.get(f"rank{rank}")))),
-                environment={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                environment={
+                    **environment,
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank % here),
+                    "GROUP_RANK": str(rank // here),
+                },  # fmt: skip
                 failpoint=failpoint if rank == 1 else "",
             )
             for rank in (range(processes) if ranks is None else ranks)
@@ -155,8 +162,8 @@ def losses_of(run: Path) -> list[float]:
 
 
 CHAIN = [
-    ("deepspeed_stage_2", 2), ("deepspeed_stage_3", 2), ("auto", 1), ("deepspeed_stage_1", 2), ("ddp", 2),
-    ("deepspeed_stage_3", 1), ("ddp", 2),
+    ("deepspeed_stage_2", 2), ("deepspeed_stage_3", 2), ("auto", 1), ("deepspeed_stage_2_offload", 2), ("ddp", 2),
+    ("deepspeed_stage_3_offload", 2), ("deepspeed_stage_1", 1), ("ddp", 2),
 ]  # fmt: skip
 
 
@@ -188,6 +195,21 @@ def test_a_run_goes_on_under_other_strategies_and_numbers_of_ranks(ddp, make_ran
     losses = [loss for name in names for loss in losses_of(ranks.run(name).run)]
     expected = losses_of(ranks.run(precision).run)
     assert losses == pytest.approx(expected, rel=1e-5 if precision == "32-true" else 2e-3)
+
+
+@pytest.mark.parametrize(("strategy", "copies"), [("deepspeed_stage_3", 1), ("deepspeed_stage_2", 2)])
+def test_zero_3_has_no_copy_of_all_weights_on_every_rank(ddp, strategy, copies):
+    ranks = dataclasses.replace(ddp, always=("deepspeed_on_cpu", "say_initial_weights"))
+    codes, output = ranks.fit(f"copies-{copies}", f"--trainer.strategy={strategy}", "--trainer.max_steps=1")
+    assert codes == [DONE, DONE], output
+    assert output.count("a whole set of weights") == copies
+
+
+def test_two_machines_are_two_processes(ddp):
+    """Only what launchers tell differs; no second machine is there to try it on."""
+    codes, output = ddp.fit("machines", "--trainer.devices=1", "--trainer.num_nodes=2", machines=2)
+    assert codes == [DONE, DONE], output
+    assert ddp.record("machines").differences(ddp.record("truth")) == []
 
 
 @pytest.mark.fault(35)

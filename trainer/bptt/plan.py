@@ -82,6 +82,8 @@ class StepPlan:
     total_weight: float
     """Sum of the weights of all trained tokens of the step, over all ranks; never 0."""
     num_backwards: int
+    waiting_share: float = 0.0
+    """Of the chunks of all ranks, the share that is masked: ranks whose rows have ended wait for the others."""
 
     @classmethod
     def agree(
@@ -119,13 +121,17 @@ class StepPlan:
             message += [len(own[i]), idle[i]] if i < len(own) and own[i] else [0, math.inf]
         ranks = gather(message)
         micro = []
+        slots = 0
         for i in range(num_micro):
             count = int(max(rank[1 + 2 * i] for rank in ranks))
             if count == 0:
                 continue
+            slots += count * len(ranks)
             first = int(min(rank[2 + 2 * i] for rank in ranks))
             chunks = own[i] if i < len(own) else ()
             chunks += (Chunk(0, 0, 0),) * (count - len(chunks))
             micro.append(MicroPlan(chunks, first, plan_windows(first, count, window)))
         total = sum(rank[0] for rank in ranks)
-        return cls(tuple(micro), total if total > 0 else 1.0, sum(len(m.chunks) - m.first_trained for m in micro))
+        busy = sum(sum(rank[1::2]) for rank in ranks)
+        backwards = sum(len(m.chunks) - m.first_trained for m in micro)
+        return cls(tuple(micro), total if total > 0 else 1.0, backwards, 1 - busy / slots if slots else 0.0)

@@ -116,6 +116,8 @@ class StepResult:
 
     total_weight: float = 1.0
     """Sum of token weights over all ranks."""
+    waiting_share: float = 0.0
+    """See `StepPlan`."""
     losses: list[Tensor] = field(default_factory=list)
     """Weighted loss of each trained chunk; their sum over all ranks / world size is the step's mean loss."""
     labels: list[tuple[int, int]] = field(default_factory=list)
@@ -356,7 +358,7 @@ def run_step(
         untrained=[_leading_untrained(batch.weight_BT) for batch in batches],
     )
     scale = world_size / plan.total_weight
-    result = StepResult(total_weight=plan.total_weight)
+    result = StepResult(total_weight=plan.total_weight, waiting_share=plan.waiting_share)
     for number, micro in enumerate(plan.micro):
         batch = batches[number] if number < len(batches) else None
         run = _MicroRun(engine, batch, micro, scale, device, group_sums_2G)

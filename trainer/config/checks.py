@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from trainer.config.deepspeed import check_deepspeed
 from trainer.config.fields import settings
 from trainer.config.schema import DataConfig, ModelConfig, RunConfig
 from trainer.errors import ConfigError
@@ -18,7 +19,10 @@ __all__ = ["PRECISIONS", "STRATEGIES", "check_run", "check_values"]
 _logger = get_logger(__name__)
 
 PRECISIONS = ("bf16-mixed", "bf16-true", "32-true", "64-true")
-STRATEGIES = ("auto", "ddp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3")
+STRATEGIES = (
+    "auto", "ddp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3",
+    "deepspeed_stage_2_offload", "deepspeed_stage_3_offload",
+)  # fmt: skip
 
 _FILE_KINDS = ("text", "json", "jsonl", "csv", "parquet", "arrow", "pandas")
 
@@ -43,6 +47,7 @@ _RANGES: dict[str, _Rule] = {
     "trainer.max_steps": _STEPS,
     "trainer.max_epochs": _STEPS,
     "trainer.devices": _AT_LEAST_ONE,
+    "trainer.num_nodes": _AT_LEAST_ONE,
     "trainer.target_batch_size": ("1 or more, or -1 for one micro-batch per process", _ONE_OR_UNLIMITED[1]),
     "trainer.microbatch_size": _AT_LEAST_ONE,
     "trainer.max_tokens": _ONE_OR_UNLIMITED,
@@ -112,6 +117,7 @@ def check_values(run: RunConfig) -> None:
     _check_batching(run)
     _check_streaming(run)
     _check_batch_size(run)
+    check_deepspeed(run)
 
 
 def value_of(run: RunConfig, key: str) -> Any:
@@ -321,14 +327,16 @@ def _reads_binidx(data: DataConfig) -> bool:
 
 
 def _check_batch_size(run: RunConfig) -> None:
-    target, unit = run.trainer.target_batch_size, run.devices * run.trainer.microbatch_size
+    processes = run.devices * run.num_nodes
+    target, unit = run.trainer.target_batch_size, processes * run.trainer.microbatch_size
     if target == -1 or target % unit == 0:
         return
     below, above = target // unit * unit, (target // unit + 1) * unit
     near = f"{below} or {above}" if below else f"{above}"
     raise ConfigError(
         "trainer.target_batch_size",
-        f"cannot be shared equally by {run.devices} process(es) (trainer.devices) x {run.trainer.microbatch_size} row(s) "
+        f"cannot be shared equally by {processes} process(es) (trainer.devices{' x trainer.num_nodes' if run.num_nodes > 1 else ''}) "
+        f"x {run.trainer.microbatch_size} row(s) "
         "(trainer.microbatch_size)",
         found=target,
         rule=f"a multiple of {unit}",

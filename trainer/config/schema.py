@@ -225,6 +225,8 @@ class TrainerConfig:
     """Rows per forward pass and process."""
     max_tokens: int = -1
     """Stop after this many trained tokens, and let the learning rate reach lr_final there; -1 = no limit."""
+    deepspeed: dict[str, Any] | None = None
+    """Settings of DeepSpeed over those of the strategy, such as {zero_optimization: {overlap_comm: true}, data_types: {grad_accum_dtype: bf16}}. What the trainer decides itself is refused with the reason; docs/many-gpus.md lists what may be given."""
     deterministic_order_seed: int = 3941088705
     """Seed of document order and of the validation split, apart from seed_everything so that the order survives a change of it."""
     skip_non_finite: int = 0
@@ -270,7 +272,7 @@ class RunConfig:
     precision: str = "bf16-mixed"
     """trainer.precision: bf16-mixed and bf16-true = bf16 weights in the forward pass, float32 master weights and moments; 32-true = float32; 64-true = float64 (tests)."""
     strategy: str = "auto"
-    """trainer.strategy: auto, ddp, deepspeed_stage_1, deepspeed_stage_2, deepspeed_stage_3."""
+    """trainer.strategy: auto, ddp, deepspeed_stage_1, deepspeed_stage_2, deepspeed_stage_3; with _offload after 2 or 3, masters and moments are on the host."""
     max_steps: int = -1
     """trainer.max_steps: optimizer steps of the whole run; -1 = no limit."""
     max_epochs: int | None = None
@@ -279,5 +281,7 @@ class RunConfig:
     """trainer.accelerator: auto (a GPU if there is one), gpu, cpu, or another name that Lightning knows."""
     devices: int = 1
     """trainer.devices: processes, one per GPU. The command line also takes `auto`, -1 and lists of GPUs, and counts them."""
+    num_nodes: int = 1
+    """trainer.num_nodes: machines, each with trainer.devices processes; started by torchrun or SLURM (configs/cluster)."""
     seed: int = 3941088705
     """seed_everything: seed of initial weights and anything random."""

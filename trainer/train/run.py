@@ -35,7 +35,7 @@ from trainer.train.connection import TimeLimits, connection_errors
 from trainer.train.lit_module import LitRWKV7
 from trainer.train.loss_spikes import LossSpikes
 from trainer.train.memory import memory_errors
-from trainer.train.strategy import lightning_precision, make_strategy, weight_dtype
+from trainer.train.strategy import deepspeed_config, is_offload, lightning_precision, make_strategy, weight_dtype
 from trainer.train.tracking import TolerantLogger
 
 __all__ = ["build_trainer", "dry_run", "execute", "resolve_shape"]
@@ -144,17 +144,7 @@ def _say_plan(run: RunConfig, shape: ModelShape, trainer: pl.Trainer) -> None:
         "model=L%d-D%d vocab=%d parameters=%s kernel=%s device=%s",
         shape.n_layer, shape.n_embd, shape.vocab_size, f"{shape.num_parameters():,}", backend, device,
     )  # fmt: skip
-    weights = str(dtype).removeprefix("torch.")
-    wide = "float64" if dtype == torch.float64 else "float32"
-    _logger.info(
-        "strategy=%s weights=%s master=%s moments=%s gradients=%s state=%s",
-        run.strategy,
-        weights,
-        wide,
-        wide,
-        wide,
-        wide,
-    )
+    _logger.info("strategy=%s %s", run.strategy, _stored_dtypes(run))
     if run.precision == "bf16-mixed":
         _logger.info("precision=bf16-mixed means bf16 weights with float32 masters; no autocast region is entered")
     rows = (
@@ -166,6 +156,18 @@ def _say_plan(run: RunConfig, shape: ModelShape, trainer: pl.Trainer) -> None:
         "batching=%s ctx_len=%d bptt_window=%s rows_per_step=%d microbatch=%d ranks=%d",
         run.data.batching, run.model.ctx_len, run.model.bptt_window, rows, run.trainer.microbatch_size, trainer.world_size,
     )  # fmt: skip
+
+
+def _stored_dtypes(run: RunConfig) -> str:
+    """What is kept in which dtype."""
+    dtype = weight_dtype(run.precision)
+    wide = "float64" if dtype == torch.float64 else "float32"
+    gradients = wide
+    if run.strategy.startswith("deepspeed"):
+        gradients = {"fp32": "float32", "bf16": "bfloat16"}[deepspeed_config(run)["data_types"]["grad_accum_dtype"]]
+    on_host = " (on the host)" if is_offload(run.strategy) else ""
+    kept = f"master={wide}{on_host} moments={wide}{on_host} gradients={gradients} state={wide}"
+    return f"weights={str(dtype).removeprefix('torch.')} {kept}"
 
 
 def _say_changes(run: RunConfig, folder: Path) -> None:

@@ -32,6 +32,7 @@ __all__ = [
     "check_gradients",
     "deepspeed_config",
     "is_deepspeed",
+    "is_offload",
     "lightning_precision",
     "load_weights",
     "make_strategy",
@@ -66,8 +67,8 @@ def lightning_precision(run: RunConfig) -> str:
 
 
 def deepspeed_config(run: RunConfig) -> dict[str, Any]:
-    """DeepSpeed settings for `deepspeed_stage_N`: float32 accumulation and communication of gradients."""
-    stage = int(run.strategy.rsplit("_", 1)[1])
+    """DeepSpeed settings: float32 accumulation and communication of gradients, then `trainer.deepspeed` over it."""
+    stage = int(run.strategy.split("_")[2])
     config: dict[str, Any] = {
         "zero_optimization": {"stage": stage, "contiguous_gradients": True, "overlap_comm": False},
         "zero_allow_untested_optimizer": True,
@@ -75,9 +76,24 @@ def deepspeed_config(run: RunConfig) -> dict[str, Any]:
         "communication_data_type": "fp32",
         "data_types": {"grad_accum_dtype": "fp32"},
     }
+    if is_offload(run.strategy):
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     if run.model.grad_clip > 0:
         config["gradient_clipping"] = run.model.grad_clip
-    return config
+    return _merged(config, run.trainer.deepspeed or {})
+
+
+def is_offload(strategy: str) -> bool:
+    """Whether masters and moments are kept, and updated, on the host."""
+    return strategy.endswith("_offload")
+
+
+def _merged(config: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(config)
+    for name, value in over.items():
+        old = merged.get(name)
+        merged[name] = _merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
 
 
 def make_strategy(run: RunConfig) -> Strategy | str:
