@@ -121,7 +121,7 @@ BAD = [
     (changed(precision="16-mixed"), ["trainer.precision", "16-mixed", "bf16-mixed"]),
     (changed(precision="bf17"), ["trainer.precision", "bf17", "32-true"]),
     (changed(strategy="fsdp"), ["trainer.strategy", "fsdp", "not proven yet", "deepspeed_stage_3"]),
-    (changed(strategy="deepspeed_stage_2_offload"), ["trainer.strategy", "deepspeed_stage_2_offload"]),
+    (changed(strategy="deepspeed_stage_1_offload"), ["trainer.strategy", "deepspeed_stage_2_offload"]),
 ]
 
 
