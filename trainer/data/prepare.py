@@ -6,25 +6,19 @@ Stages: source -> records -> segments -> token ids -> filter -> split -> shape -
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import fcntl
 import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from trainer.config.schema import DataConfig, TrainerConfig
-from trainer.data.binidx import BinIdx
+from trainer.config.schema import DataConfig
 from trainer.data.encode import EncodedFile, Encoder, encode_records
 from trainer.data.manifest import (
-    MANIFEST_NAME,
     Manifest,
     describe_change,
     list_files,
@@ -33,22 +27,28 @@ from trainer.data.manifest import (
     verify_files,
     write_manifest,
 )
-from trainer.data.mixing import document_passes, read_datapack, source_epochs
-from trainer.data.npy import open_npy
+from trainer.data.mixing import document_passes, source_epochs
+from trainer.data.opening import (
+    ORDER_SEED,
+    build_lock,
+    check_vocabulary,
+    count_documents,
+    local_settings,
+    open_prepared,
+)
 from trainer.data.progress import report_progress
 from trainer.data.remote import RemoteFolder
 from trainer.data.remote_files import is_remote
 from trainer.data.saving import Part, SplitWriter
 from trainer.data.selection import document_window, in_words, keep_documents, order_documents, split_documents
 from trainer.data.sources import Source, find_flat, read_batches
-from trainer.data.store import ArrowStore, FlatStore, SubsetStore, TokenStore, check_token_ids
-from trainer.data.work import VERSION, Work, binidx_work, encoder_of, find_work, has_source, recipe_of, tokenizer_of
+from trainer.data.store import ArrowStore
+from trainer.data.work import VERSION, Work, binidx_work, encoder_of, find_work, has_source, recipe_of
 from trainer.errors import ConfigError, DataError, StorageError
-from trainer.logs import get_logger, log_once, mask_secrets
+from trainer.logs import get_logger, mask_secrets
 
 __all__ = ["VERSION", "PreparedSummary", "open_prepared", "prepare"]
 
-_SEED = TrainerConfig.deterministic_order_seed
 logger = get_logger(__name__)
 
 
@@ -81,7 +81,7 @@ class PreparedSummary:
 def prepare(
     data: DataConfig,
     *,
-    seed: int = _SEED,
+    seed: int = ORDER_SEED,
     vocab_size: int | None = None,
     force: bool = False,
     from_binidx: Path | None = None,
@@ -111,7 +111,7 @@ def prepare(
         data, work = find_work(data) if from_binidx is None else binidx_work(data, from_binidx)
         where = mask_secrets(data.data_path)
         reason, manifest = _prepare_anywhere(data, work, seed, force)
-        _check_vocabulary(_local(data), manifest, vocab_size)
+        check_vocabulary(local_settings(data), manifest, vocab_size)
     return PreparedSummary(
         where=str(where),
         reason=reason,
@@ -128,19 +128,12 @@ def _prepare_anywhere(data: DataConfig, work: list[Work], seed: int, force: bool
     if not is_remote(data.data_path):
         return _prepare_folder(data, work, seed, force)
     remote = RemoteFolder(data)
-    with _build_lock(remote.local):
+    with build_lock(remote.local):
         remote.fetch()
-    reason, manifest = _prepare_folder(_local(data), work, seed, force)
+    reason, manifest = _prepare_folder(local_settings(data), work, seed, force)
     if reason is not None or not remote.is_current():
         remote.upload()
     return reason, manifest
-
-
-def _local(data: DataConfig) -> DataConfig:
-    """The settings with the local copy of a remote data_path."""
-    if not is_remote(data.data_path):
-        return data
-    return dataclasses.replace(data, data_path=str(RemoteFolder(data).local))
 
 
 def _prepare_folder(data: DataConfig, work: list[Work], seed: int, force: bool) -> tuple[str | None, Manifest]:
@@ -152,7 +145,7 @@ def _prepare_folder(data: DataConfig, work: list[Work], seed: int, force: bool) 
         assert manifest is not None
         logger.info("data: %s is up to date", target)
         return None, manifest
-    with _build_lock(target):
+    with build_lock(target):
         # Another process may have built it while this one waited.
         manifest, reason = _state(target, data, work, seed)
         if reason is None and not force:
@@ -190,29 +183,6 @@ def _reason_without_manifest(target: Path) -> str:
             fix="name another one, or set data.skip_datapath_setup: true to use it as it is",
         )
     return "it is empty"
-
-
-@contextlib.contextmanager
-def _build_lock(target: Path) -> Iterator[None]:
-    """Hold the lock of one data_path. The kernel frees it when its owner dies, so it is never stale."""
-    path = target.parent / f".{target.name}.lock"
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        stream = path.open("a+")
-    except OSError as error:
-        raise StorageError("data.data_path", f"{target} cannot be written ({error.strerror})") from error
-    with stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            stream.seek(0)
-            logger.info("data: waiting for process %s, which is building %s", stream.read().strip() or "?", target)
-            fcntl.flock(stream, fcntl.LOCK_EX)
-        stream.seek(0)
-        stream.truncate()
-        stream.write(f"{os.getpid()}\n")
-        stream.flush()
-        yield
 
 
 def _build(data: DataConfig, work: list[Work], seed: int, target: Path) -> Manifest:
@@ -259,7 +229,7 @@ def _build_into(workspace: Path, data: DataConfig, work: list[Work], seed: int) 
     manifest = Manifest(
         recipe=recipe,
         source_files=files,
-        counts=_counts(stores["train"], stores.get("test")),
+        counts=count_documents(stores["train"], stores.get("test")),
         dropped=dropped,
         dtype=stores["train"].dtype.name,
         max_token_id=max(file.max_token_id for file in [*encoded, *filter(None, tests)]),
@@ -365,19 +335,6 @@ def _save(splits: dict[str, list[Part]], writer: SplitWriter, folder: Path) -> d
     return stores
 
 
-def _counts(train: TokenStore, validation: TokenStore | None) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for name, store in (("train", train), ("validation", validation)):
-        counts[f"{name}_documents"] = store.num_documents if store else 0
-        counts[f"{name}_tokens"] = store.num_tokens if store else 0
-        counts[f"{name}_trained_tokens"] = store.num_trained_tokens if store else 0
-    return {
-        "documents": counts["train_documents"] + counts["validation_documents"],
-        "tokens": counts["train_tokens"] + counts["validation_tokens"],
-        **counts,
-    }
-
-
 def _replace(folder: Path, target: Path) -> None:
     old = target.parent / f".{target.name}.old-{os.getpid()}"
     if target.exists():
@@ -385,118 +342,3 @@ def _replace(folder: Path, target: Path) -> None:
     folder.rename(target)
     sync_folder(target.parent)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def open_prepared(
-    data: DataConfig, *, seed: int = _SEED, vocab_size: int | None = None
-) -> tuple[TokenStore, TokenStore | None, Manifest]:
-    """Training set, validation set and manifest of a data set that is there.
-
-    Args:
-        data: the `data:` settings.
-        seed: of the validation split of binidx files, if `test_split_shuffle` is set.
-        vocab_size: rows of the model's embedding, if known; every token id is checked against it.
-
-    Raises:
-        ConfigError: settings are missing or contradict each other.
-        DataError: it is missing, damaged, made with other settings, or holds ids outside the vocabulary.
-    """
-    flat = find_flat(data)
-    if flat is not None:
-        return _open_flat(data, flat, seed, vocab_size)
-    if data.datapack_config_path is not None:
-        data = read_datapack(data)
-    if data.data_path is None:
-        raise ConfigError("data", "neither data_path nor source is set", fix="set data.source, or data.data_path")
-    if is_remote(data.data_path):
-        remote = RemoteFolder(data)
-        with _build_lock(remote.local):
-            remote.fetch()
-        data = _local(data)
-    folder = Path(str(data.data_path))
-    if not folder.is_dir():
-        raise DataError("data.data_path", "does not exist", found=str(folder), fix="run preload_datapath.py")
-    manifest = read_manifest(folder)
-    if manifest is not None:
-        verify_files(folder, manifest)
-        _refuse_stale(data, folder, manifest, seed)
-    elif has_source(data) and not data.skip_datapath_setup:
-        raise DataError(folder, f"is not prepared: it has no {MANIFEST_NAME}", fix="run preload_datapath.py")
-    train, validation = _open_splits(folder)
-    if data.dataloader_swap_train_test_split:
-        if validation is None:
-            raise ConfigError("data.dataloader_swap_train_test_split", "there are no validation documents to train on")
-        train, validation = validation, train
-    if manifest is None:
-        log_once(logger, "data: %s was made by another program; its files are checked only for damage", folder)
-        manifest = _manifest_of(train, validation, {})
-    _check_vocabulary(data, manifest, vocab_size, (train, validation))
-    return train, validation, manifest
-
-
-def _open_flat(
-    data: DataConfig, path: Path, seed: int, vocab_size: int | None
-) -> tuple[TokenStore, TokenStore | None, Manifest]:
-    store: FlatStore = open_npy(path) if path.suffix == ".npy" else BinIdx(path)
-    if vocab_size is not None:
-        check_token_ids(store, vocab_size)
-    # The official windows are cut from the whole stream of tokens, whatever its documents are.
-    every = np.arange(store.num_documents)
-    kept, dropped = (every, {}) if data.batching == "windows" else keep_documents(data, store.sizes)
-    if not len(kept):
-        raise DataError(path, "no documents are left", found=in_words(dropped))
-    train, validation = split_documents(len(kept), data.test_split, data.test_split_shuffle, seed)
-    if len(train) == store.num_documents:
-        return store, None, _manifest_of(store, None, dropped)
-    parts = SubsetStore(store, kept[train]), SubsetStore(store, kept[validation]) if len(validation) else None
-    return *parts, _manifest_of(*parts, dropped)
-
-
-def _manifest_of(train: TokenStore, validation: TokenStore | None, dropped: dict[str, int]) -> Manifest:
-    """A manifest of files that have none; it is not written."""
-    return Manifest(
-        recipe={},
-        source_files=[],
-        counts=_counts(train, validation),
-        dropped=dropped,
-        dtype=train.dtype.name,
-        max_token_id=-1,
-    )
-
-
-def _open_splits(folder: Path) -> tuple[ArrowStore, ArrowStore | None]:
-    if not (folder / "dataset_dict.json").is_file():
-        return ArrowStore(folder), None
-    has_validation = (folder / "test" / "state.json").is_file()
-    return ArrowStore(folder / "train"), ArrowStore(folder / "test") if has_validation else None
-
-
-def _refuse_stale(data: DataConfig, folder: Path, manifest: Manifest, seed: int) -> None:
-    """DataError if the folder was made with another tokenizer, or, unless skipped, from another source."""
-    old = manifest.recipe
-    if not has_source(data) or data.skip_datapath_setup:
-        tokenizer = tokenizer_of(data)
-        new = {**old, "tokenizer": tokenizer.name, "tokenizer_digest": tokenizer.digest}
-    else:
-        try:
-            new = recipe_of(*find_work(data), seed, manifest.source_files)[0]
-        except DataError as error:
-            log_once(logger, "data: using %s without a look at its source (%s)", folder, error)
-            new = {**old, **recipe_of(data, None, seed, [])[0]}
-    change = describe_change(old, new)
-    if change is not None:
-        raise DataError(
-            folder,
-            f"does not fit the settings: {change}",
-            fix="run preload_datapath.py, or set data.skip_datapath_setup: true",
-        )
-
-
-def _check_vocabulary(
-    data: DataConfig, manifest: Manifest, vocab_size: int | None, stores: tuple[TokenStore | None, ...] | None = None
-) -> None:
-    if vocab_size is None or 0 <= manifest.max_token_id < vocab_size:
-        return
-    for store in stores if stores is not None else _open_splits(Path(str(data.data_path))):
-        if store is not None:
-            check_token_ids(store, vocab_size)
