@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.data.orders import DocumentOrder, LanePlan, StreamOrder, WindowOrder
+from trainer.data.orders import DocumentOrder, LanePlan, WindowOrder
 from trainer.data.sampler import magic_prime, official_offsets
+from trainer.data.stream_order import StreamOrder
 from trainer.errors import ConfigError
 
 OFFICIAL = json.loads((Path(__file__).parents[1] / "fixtures" / "official_order.json").read_text())

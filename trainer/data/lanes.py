@@ -25,12 +25,12 @@ from trainer.data.orders import (
     PackedOrder,
     Position,
     Row,
-    StreamOrder,
     WindowOrder,
 )
 from trainer.data.packing import PackPlan
 from trainer.data.positions import group_of, position_buckets
 from trainer.data.store import TokenStore
+from trainer.data.stream_order import StreamOrder
 from trainer.errors import CheckpointError, ConfigError
 from trainer.logs import get_logger, log_once
 from trainer.types import Batch
