@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import argparse
 import os
+from unittest import mock
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
+import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
@@ -47,3 +49,8 @@ class CpuDeepSpeedStrategy(ZeroStrategy):
             dist_init_required=False,
         )
         return engine, optimizer
+
+    def _initialize_deepspeed_inference(self, model) -> None:
+        # DeepSpeed wants a device with a number.
+        with mock.patch.object(type(self), "root_device", torch.device("cpu", 0)):
+            super()._initialize_deepspeed_inference(model)

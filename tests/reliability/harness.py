@@ -128,13 +128,13 @@ class Workplace:
     config: Path
     run: Path
 
-    def start(self, *options: str, **arguments: Any) -> Child:
-        """Start `fit`; options are words such as --trainer.max_steps=4."""
+    def start(self, *options: str, command: str = "fit", **arguments: Any) -> Child:
+        """Start `fit` or `validate`; options are words such as --trainer.max_steps=4."""
         number = len(list(self.folder.glob("*.log")))
         log = self.folder / f"{number:03d}.log"
         log.touch()
         return self.parent.start(
-            ["fit", "-c", str(self.config), f"--checkpoint.dir={self.run}", *options], log=log, **arguments
+            [command, "-c", str(self.config), f"--checkpoint.dir={self.run}", *options], log=log, **arguments
         )
 
     def fit(self, *options: str, code: int = DONE, **arguments: Any) -> str:

@@ -17,8 +17,10 @@ import pytest
 import torch
 from harness import DONE, KILLED, ROOT, Record, Workplace, checkpoints, make_run, read_rows, write_documents
 
+from trainer.checkpoint.export import export_checkpoint
 from trainer.checkpoint.find import newest_valid
 from trainer.checkpoint.pieces import MASTER, SavedPieces
+from trainer.checkpoint.tensorfile import load_safetensors
 from trainer.train.optim import MOMENTS
 
 pytestmark = pytest.mark.slow
@@ -52,6 +54,7 @@ class Ranks:
         port: int = 0,
         every: str = "",
         machines: int = 1,
+        command: str = "fit",
         **faults: str,
     ) -> tuple[list[int], str]:
         """Exit codes and the output of `ranks`, all by default.
@@ -75,6 +78,7 @@ class Ranks:
                     "GROUP_RANK": str(rank // here),
                 },  # fmt: skip
                 failpoint=failpoint if rank == 1 else "",
+                command=command,
             )
             for rank in (range(processes) if ranks is None else ranks)
         ]
@@ -203,6 +207,27 @@ def test_zero_3_has_no_copy_of_all_weights_on_every_rank(ddp, strategy, copies):
     codes, output = ranks.fit(f"copies-{copies}", f"--trainer.strategy={strategy}", "--trainer.max_steps=1")
     assert codes == [DONE, DONE], output
     assert output.count("a whole set of weights") == copies
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_zero_checkpoint_is_validated_and_exported(ddp, stage, tmp_path):
+    """With the loss that one process finds, and the bits that were saved."""
+    ranks, name = dataclasses.replace(ddp, always=("deepspeed_on_cpu",)), f"validated-{stage}"
+    zero = f"--trainer.strategy=deepspeed_stage_{stage}"
+    codes, output = ranks.fit(name, zero, "--trainer.max_steps=2")
+    assert codes == [DONE, DONE], output
+    codes, output = ranks.fit(name, zero, command="validate")
+    assert codes == [DONE, DONE], output
+    one = ("--trainer.strategy=auto", "--trainer.devices=1")
+    codes, alone = ranks.fit(name, *one, processes=1, command="validate")
+    assert codes == [DONE], alone
+    found, expected = (float(re.search(r"validation/loss=([\d.]+)", text)[1]) for text in (output, alone))
+    assert found == pytest.approx(expected, rel=1e-5)
+    folder = ranks.run(name).run / "step-2"
+    report = export_checkpoint(folder, tmp_path / "x.safetensors", dtype="fp32")
+    saved = state(folder)
+    weights = load_safetensors(report.path)
+    assert all(torch.equal(x, saved[MASTER, n].view(x.shape)) for n, x in weights.items())
 
 
 def test_two_machines_are_two_processes(ddp):

@@ -44,6 +44,13 @@ class Recorder(LitRWKV7):
         if self.trainer.is_global_zero:
             save_safetensors(self.out, {n: g.double() for n, g in grads.items()})
         optimizer.step()
+        weights = {n: p.detach() for n, p in self.model.named_parameters()}
+        if self.run.strategy.startswith("deepspeed"):
+            from deepspeed.utils import safe_get_full_fp32_param
+
+            weights = {n: safe_get_full_fp32_param(p) for n, p in self.model.named_parameters()}
+        if self.trainer.is_global_zero:
+            save_safetensors(self.out.with_suffix(".weights"), {n: w.double() for n, w in weights.items()})
         return 1.0
 
 
@@ -54,7 +61,7 @@ def main() -> None:
     run = RunConfig(
         model=ModelConfig(
             n_layer=2, n_embd=32, head_size=16, vocab_size=48, ctx_len=16, bptt_window=options["window"], kernel="chunked",
-            grad_cp=options["grad_cp"], grad_clip=0.0,
+            grad_cp=options["grad_cp"], grad_clip=0.0, lr_init=0.01, warmup_steps=0,
         ),
         data=DataConfig(source="binidx", source_data_dir=options["data"], tokenizer="byte", test_split=0, dataloader_prefetch_factor=0),
         trainer=TrainerConfig(target_batch_size=4, microbatch_size=1),

@@ -49,14 +49,28 @@ def gradients(folder: Path, data: Path, processes: int, **options) -> dict:
     return load_safetensors(out)
 
 
+def weights_after_step(folder: Path, **options) -> dict:
+    """What the run of `gradients` has made of its weights with AdamW."""
+    return load_safetensors(folder / f"{options['strategy']}-{options['window']}.weights")
+
+
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory, data):
-    """Gradients of one process in float64."""
+    """Gradients of one process in float64, and the weights after one step."""
     folder = tmp_path_factory.mktemp("reference")
-    return {
+    found = {
         window: gradients(folder, data, 1, strategy="auto", window=window, precision="64-true")
         for window in (1, "full")
     }
+    weights = {f"weights-{window}": weights_after_step(folder, strategy="auto", window=window) for window in found}
+    return found | weights
+
+
+def assert_equal_weights(folder: Path, reference: dict, **options) -> None:
+    got = weights_after_step(folder, **options)
+    for name, wanted in reference[f"weights-{options['window']}"].items():
+        error = (got[name].view(wanted.shape) - wanted).norm() / wanted.norm().clamp_min(1e-30)
+        assert error < 1e-3, f"{name}: {error:.1e}"
 
 
 def assert_close(got: dict, expected: dict, tolerance: float) -> None:
@@ -91,6 +105,7 @@ def test_float32(tmp_path, data, reference, strategy, tolerance, window):
         reference[window],
         tolerance,
     )
+    assert_equal_weights(tmp_path, reference, strategy=strategy, window=window)
 
 
 @pytest.mark.slow
@@ -101,6 +116,8 @@ def test_windows_differ(reference):
 
 
 @pytest.mark.slow
-def test_zero_3_with_recomputed_blocks(tmp_path, data, reference):
-    got = gradients(tmp_path, data, 2, strategy="deepspeed_stage_3", window="full", precision="32-true", grad_cp=True)
+@pytest.mark.parametrize("strategy", ["deepspeed_stage_3", "deepspeed_stage_2_offload", "deepspeed_stage_3_offload"])
+def test_recomputed_blocks_and_offload(tmp_path, data, reference, strategy):
+    got = gradients(tmp_path, data, 2, strategy=strategy, window="full", precision="32-true", grad_cp=True)
     assert_close(got, reference["full"], 1e-5)
+    assert_equal_weights(tmp_path, reference, strategy=strategy, window="full")
