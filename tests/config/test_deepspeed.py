@@ -9,7 +9,7 @@ import pytest
 from trainer.config import DataConfig, ModelConfig, RunConfig, TrainerConfig
 from trainer.config.checks import check_values
 from trainer.errors import ConfigError
-from trainer.train.strategy import deepspeed_config
+from trainer.train.strategy import deepspeed_config, make_strategy
 
 
 def run_with(block: dict, **settings) -> RunConfig:
@@ -71,3 +71,8 @@ def test_other_settings_are_laid_over_the_strategy():
     }  # fmt: skip
     assert config["data_types"] == {"grad_accum_dtype": "bf16"}
     assert config["communication_data_type"] == "fp32"
+
+
+def test_deepspeed_without_a_gpu_is_refused():
+    with pytest.raises(ConfigError, match=r"trainer\.strategy: needs a GPU"):
+        make_strategy(run_with({}, accelerator="cpu"))

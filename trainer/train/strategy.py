@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trainer.bptt.step import ChunkInput, EagerEngine
 from trainer.config import RunConfig
-from trainer.errors import NonFiniteError
+from trainer.errors import ConfigError, NonFiniteError
 from trainer.model.rwkv7 import RWKV7
 from trainer.model.state import ModelState
 from trainer.train.zero import ZeroStrategy, writable
@@ -97,9 +97,15 @@ def _merged(config: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_strategy(run: RunConfig) -> Strategy | str:
-    """What Lightning's Trainer gets as `strategy`."""
+    """What Lightning's Trainer gets as `strategy`.
+
+    Raises:
+        ConfigError: DeepSpeed is asked for without a GPU.
+    """
     if not run.strategy.startswith("deepspeed"):
         return run.strategy
+    if run.accelerator == "cpu" or (run.accelerator == "auto" and not torch.cuda.is_available()):
+        raise ConfigError("trainer.strategy", "needs a GPU", found=run.strategy, fix="on a CPU use ddp")
     return ZeroStrategy(config=deepspeed_config(run), logging_batch_size_per_gpu=1)
 
 
