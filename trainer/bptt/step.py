@@ -13,6 +13,7 @@ This module knows neither Lightning nor DeepSpeed: an `Engine` runs chunks and b
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -46,6 +47,10 @@ class ChunkInput:
     """int32, group of each target; None: losses by group are not wanted."""
     group_sums_2G: Tensor | None = None
     """Where they are summed, see `trainer.ops.loss.GroupSums`."""
+    is_start: bool = False
+    """All rows start here, so that a trained initial state is added to the zero one."""
+    seed: int | None = None
+    """Of what is random in the chunk, the same whenever it is computed again; None: nothing is."""
 
 
 class Engine(Protocol):
@@ -188,17 +193,22 @@ class _MicroRun:
         scale: float,
         device: torch.device,
         group_sums_2G: Tensor | None,
+        *,
+        starts_anew: bool,
+        seed: str | None = None,
     ) -> None:
         self.engine, self.batch, self.plan, self.scale, self.device = engine, batch, plan, scale, device
-        self.group_sums_2G = group_sums_2G
+        self.group_sums_2G, self.starts_anew, self.seed = group_sums_2G, starts_anew, seed
         self.losses: list[Tensor] = []
         self.labels: list[int] = []
 
-    def _input(self, chunk: Chunk, state: ModelState) -> ChunkInput:
+    def _input(self, index: int, state: ModelState) -> ChunkInput:
+        chunk, is_start = self.plan.chunks[index], index == 0 and self.starts_anew
+        seed = None if self.seed is None else chunk_seed(self.seed, index)
         if not chunk.rows:
             ids = torch.zeros(1, MASKED_TOKENS, dtype=torch.int64, device=self.device)
             weight = torch.zeros(1, MASKED_TOKENS, device=self.device)
-            return ChunkInput(ids, ids, weight, None, state)
+            return ChunkInput(ids, ids, weight, None, state, is_start=is_start, seed=seed)
         assert self.batch is not None
         part = (slice(0, chunk.rows), slice(chunk.start, chunk.stop))
         reset = self.batch.reset_BT[part]
@@ -213,6 +223,8 @@ class _MicroRun:
             state,
             None if group is None else group[part].to(self.device, non_blocking=True),
             None if group is None else self.group_sums_2G,
+            is_start,
+            seed,
         )
 
     def _entering(self, chunk: Chunk, state: ModelState) -> ModelState:
@@ -221,13 +233,13 @@ class _MicroRun:
 
     def _forward_only(self, index: int, state: ModelState) -> ModelState:
         chunk = self.plan.chunks[index]
-        _, after = self.engine.evaluate(self._input(chunk, self._entering(chunk, state)), with_loss=False)
+        _, after = self.engine.evaluate(self._input(index, self._entering(chunk, state)), with_loss=False)
         return after if chunk.rows else state
 
     def evaluate(self, index: int, state: ModelState) -> ModelState:
         """State after one chunk, whose losses are summed by group."""
         chunk = self.plan.chunks[index]
-        _, after = self.engine.evaluate(self._input(chunk, self._entering(chunk, state)), with_loss=True)
+        _, after = self.engine.evaluate(self._input(index, self._entering(chunk, state)), with_loss=True)
         return after if chunk.rows else state
 
     def _train(
@@ -243,7 +255,7 @@ class _MicroRun:
         if gradient is not None:
             gradient = [_pad_rows(g, x) for g, x in zip(gradient, state_tensors(entering), strict=True)]
         loss, after, new = self.engine.train(
-            self._input(chunk, entering), gradient, want_gradient=want_gradient, is_last=is_last
+            self._input(index, entering), gradient, want_gradient=want_gradient, is_last=is_last
         )
         self.losses.append(loss)
         self.labels.append(index)
@@ -285,6 +297,16 @@ class _MicroRun:
         kept.put(index, state)
 
 
+def chunk_seed(seed: str, index: int) -> int:
+    """Seed of one chunk of a micro-batch."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{index}".encode()).digest()[:7], "little")
+
+
+def _starts_anew(batch: Batch | None, state: ModelState | None) -> bool:
+    """Whether rows begin with a document and no given state. A rank without rows does as the others do."""
+    return state is None and (batch is None or batch.lane_ids is None)
+
+
 def _apply_learning_range(batch: Batch, ctx_len: int, learning_range: int) -> Batch:
     """Weight 0 for all but the last `learning_range` chunks of each row."""
     if learning_range <= 0:
@@ -317,6 +339,8 @@ class StepOptions:
     """Most micro-batches that a rank has in a step."""
     micro_rows: int
     """Rows of a full micro-batch."""
+    seed: str | None = None
+    """Of what is random in the step on this rank, such as dropout; None: nothing is."""
 
 
 def run_step(
@@ -361,8 +385,11 @@ def run_step(
     result = StepResult(total_weight=plan.total_weight, waiting_share=plan.waiting_share)
     for number, micro in enumerate(plan.micro):
         batch = batches[number] if number < len(batches) else None
-        run = _MicroRun(engine, batch, micro, scale, device, group_sums_2G)
         state = states[number] if number < len(states) else None
+        seed = None if options.seed is None else f"{options.seed}:{number}"
+        run = _MicroRun(
+            engine, batch, micro, scale, device, group_sums_2G, starts_anew=_starts_anew(batch, state), seed=seed
+        )
         if state is None:
             state = engine.zero_state(len(batch.lengths) if batch is not None and batch.lengths else 1)
         # As for a full micro-batch, so that all ranks replay the same chunks.
@@ -405,8 +432,8 @@ def evaluate_step(
     after = []
     for number, micro in enumerate(plan.micro):
         batch = batches[number] if number < len(batches) else None
-        run = _MicroRun(engine, batch, micro, 1.0, device, group_sums_2G)
         state = states[number] if number < len(states) else None
+        run = _MicroRun(engine, batch, micro, 1.0, device, group_sums_2G, starts_anew=_starts_anew(batch, state))
         if state is None:
             state = engine.zero_state(len(batch.lengths) if batch is not None and batch.lengths else 1)
         for index in range(len(micro.chunks)):

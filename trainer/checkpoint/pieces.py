@@ -20,7 +20,7 @@ from torch import Tensor
 
 from trainer.checkpoint.tensorfile import load_safetensors, safetensors_metadata, save_safetensors
 from trainer.checkpoint.verify import read_manifest
-from trainer.checkpoint.write import MODEL_FILE
+from trainer.checkpoint.write import ADAPTER_FILE, MODEL_FILE
 from trainer.errors import CheckpointError
 
 __all__ = ["MASTER", "Piece", "SavedPieces", "master_files", "save_pieces"]
@@ -89,8 +89,9 @@ class SavedPieces:
         pattern = _MASTER_FILE if only_masters else _PIECE_FILE
         for name in sorted(name for name in files if pattern.fullmatch(name)):
             self._add(folder / name)
-        if not master_files(files) and MODEL_FILE in files:  # weights in full precision are their own masters
-            for name, tensor in load_safetensors(folder / MODEL_FILE).items():
+        # Weights in full precision are their own masters.
+        for file in (MODEL_FILE, ADAPTER_FILE) if not master_files(files) else ():
+            for name, tensor in load_safetensors(folder / file).items() if file in files else ():
                 self.shapes[name] = tuple(tensor.shape)
                 self._parts[MASTER, name].append((0, tensor.reshape(-1)))
         for (kind, name), parts in self._parts.items():

@@ -19,7 +19,7 @@ from trainer.checkpoint.pieces import MASTER, SavedPieces, master_files
 from trainer.checkpoint.shards import INDEX_SUFFIX, UNUSED_FILE, check_model_type, weight_files
 from trainer.checkpoint.tensorfile import load_safetensors, safetensors_shapes
 from trainer.checkpoint.verify import read_manifest, verify_file, verify_folder
-from trainer.checkpoint.write import MODEL_FILE
+from trainer.checkpoint.write import ADAPTER_FILE, MODEL_FILE
 from trainer.errors import CheckpointError
 from trainer.logs import get_logger
 from trainer.model.hf_layout import from_hf, is_hf_layout
@@ -186,6 +186,10 @@ def _read_folder(folder: Path, *, trust_pickle: bool) -> dict[str, Tensor]:
     zero_folder = _zero_folder(folder)
     if (folder / MANIFEST_NAME).is_file():
         manifest = read_manifest(folder)
+        if ADAPTER_FILE in manifest.files:
+            problem = "holds an adapter, not a whole model"
+            fix = "merge it into its base first: merge_adapter.py FOLDER OUT (or generate.py BASE --adapter FOLDER)"
+            raise CheckpointError(folder, problem, fix=fix)
         for name in master_files(manifest.files) or [name for name in manifest.files if name == MODEL_FILE]:
             verify_file(folder, name, manifest)
         saved = SavedPieces(folder, only_masters=True)

@@ -1,8 +1,9 @@
 """Writing checkpoints step-N, and reading their files back bit for bit.
 
 Layout of a folder: any number of .safetensors and .json files, chosen by the training side, and the manifest.
-Fixed names: MODEL_FILE with the weights under official names in the dtype of the forward pass, one rank_file per
-process, and the files of `trainer.checkpoint.pieces`.
+Fixed names: MODEL_FILE with the weights under official names in the dtype of the forward pass (or ADAPTER_FILE with
+what a run has trained, where that is not everything), one rank_file per process, and the files of
+`trainer.checkpoint.pieces`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from trainer.checkpoint.verify import read_manifest
 from trainer.errors import CheckpointError
 
 __all__ = [
+    "ADAPTER_FILE",
     "MODEL_FILE",
     "CheckpointPayload",
     "rank_file",
@@ -32,6 +34,7 @@ __all__ = [
 ]
 
 MODEL_FILE = "model.safetensors"
+ADAPTER_FILE = "adapter.safetensors"
 
 
 def rank_file(rank: int, suffix: str = ".safetensors") -> str:

@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from trainer.config.adapters import check_adapters
 from trainer.config.deepspeed import check_deepspeed
 from trainer.config.fields import settings
 from trainer.config.schema import DataConfig, ModelConfig, RunConfig
@@ -116,6 +117,7 @@ def check_values(run: RunConfig) -> None:
     _check_data(run.data)
     _check_batching(run)
     _check_streaming(run)
+    _check_state_tuning(run)
     _check_batch_size(run)
     check_deepspeed(run)
 
@@ -178,6 +180,7 @@ def _check_model(model: ModelConfig) -> None:
             fix=f"nearest is {near}",
         )  # fmt: skip
     _check_schedules(model)
+    check_adapters(model)
     if model.head_size < 16 or model.head_size % 16:
         rule = "a multiple of 16, at least 16"
         raise ConfigError("model.head_size", "illegal head size", found=model.head_size, rule=rule)
@@ -318,6 +321,18 @@ def _check_streaming(run: RunConfig) -> None:
         )  # fmt: skip
 
 
+def _check_state_tuning(run: RunConfig) -> None:
+    """A trained state is put before documents: each must start with a chunk of its own."""
+    if run.model.state_tuning is None:
+        return
+    if run.data.batching != "documents":
+        problem = f"is put before each document, which data.batching: {run.data.batching} does not keep apart"
+        raise ConfigError("model.state_tuning", problem, fix="set data.batching: documents")
+    if run.data.packing_enable:
+        problem = "is put before each document, which data.packing_enable joins to one row"
+        raise ConfigError("model.state_tuning", problem, fix="set data.packing_enable: false")
+
+
 def _reads_binidx(data: DataConfig) -> bool:
     if data.source == "binidx":
         return True
@@ -352,6 +367,13 @@ def _check_weights(model: ModelConfig) -> None:
             raise ConfigError(
                 "model.load_model", problem, fix="name a weight file, or give model.n_layer and model.n_embd"
             )
+        adapters = [
+            name
+            for name in ("lora", "train_parts", "state_tuning", "load_adapter")
+            if getattr(model, name) not in (None, [])
+        ]
+        if adapters:
+            raise ConfigError(f"model.{adapters[0]}", "needs weights to start from", fix="give model.load_model")
         return
     path = Path(model.load_model)
     if not path.exists():

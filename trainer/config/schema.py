@@ -33,6 +33,14 @@ class ModelConfig:
     """Hidden width of channel mixing. Default: 4 x n_embd, as in all released RWKV-7 models."""
     lora_ranks: dict[str, int] | None = None
     """Ranks of the low-rank gates: {w: .., a: .., v: .., g: ..}. Default: the official rule; read from load_model when given."""
+    lora: dict[str, Any] | None = None
+    """Train adapters on frozen weights: {r: 16, alpha: 32, dropout: 0, targets: [..], init: zero}. Targets: att.receptance, att.key, att.value, att.output, ffn.key, ffn.value (default: all). init pissa: start from the largest singular values. Needs load_model. See docs/finetune.md."""
+    train_parts: list[str] | None = None
+    """Groups of parameters that are trained whole while all others are frozen (but for LoRA): emb, head, norms, gates, mixes, att, ffn. Default: everything, or nothing besides lora or state_tuning."""
+    state_tuning: dict[str, bool] | None = None
+    """Train the state before a document and nothing else: {shifts: false}; shifts: true trains the token-shift states too. Learning rates from 0.01 to 1. documents batching without packing. Needs load_model."""
+    load_adapter: str | None = None
+    """Folder of an adapter (or a checkpoint of a run that made one) to start from; its method and sizes must be those of lora, train_parts or state_tuning."""
     ctx_len: int = 2048
     """Tokens per chunk, a multiple of 16. GPU memory grows with it, document length does not matter. Raise it while memory allows: larger chunks run faster."""
     ctx_len_schedule: list[list[int]] | None = None

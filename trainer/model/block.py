@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from trainer.config.adapters import LoraSettings
 from trainer.model.channel_mix import ChannelMix
 from trainer.model.naming import ModelShape
 from trainer.model.state import LayerState
@@ -15,14 +16,14 @@ __all__ = ["Block"]
 class Block(nn.Module):
     """Block `layer` of the network; block 0 also holds the norm after the embedding (`ln0`)."""
 
-    def __init__(self, shape: ModelShape, layer: int, kernel: str) -> None:
+    def __init__(self, shape: ModelShape, layer: int, kernel: str, lora: LoraSettings | None = None) -> None:
         super().__init__()
         self.ln1 = nn.LayerNorm(shape.n_embd)
         self.ln2 = nn.LayerNorm(shape.n_embd)
         if layer == 0:
             self.ln0 = nn.LayerNorm(shape.n_embd)
-        self.att = TimeMix(shape, layer, kernel)
-        self.ffn = ChannelMix(shape)
+        self.att = TimeMix(shape, layer, kernel, lora)
+        self.ffn = ChannelMix(shape, lora)
 
     def forward(
         self, x_BTC: Tensor, v_first_BTC: Tensor | None, state: LayerState, reset_BT: Tensor | None

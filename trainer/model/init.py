@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trainer.model.naming import ModelShape, parameter_shapes
 
-__all__ = ["init_weights", "initial_tensor"]
+__all__ = ["init_weights", "initial_tensor", "tensor_generator"]
 
 _CONSTANTS = {
     "att.w1": 0.0,
@@ -41,7 +41,7 @@ _MIX_POWERS = {"att.x_r": 0.2, "att.x_w": 0.9, "att.x_k": 0.7, "att.x_v": 0.7, "
 _EMB_SCALE = 1e-4
 
 
-def _generator(seed: int, name: str) -> torch.Generator:
+def tensor_generator(seed: int, name: str) -> torch.Generator:
     """Random source of one tensor: other tensors, their order and their sizes do not change its values."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
@@ -50,7 +50,9 @@ def _generator(seed: int, name: str) -> torch.Generator:
 def _orthogonal(name: str, size: tuple[int, ...], gain: float, seed: int) -> Tensor:
     rows, columns = size
     stretched = gain * math.sqrt(max(1.0, rows / columns)) if name.split(".")[-1] in {"w2", "a2", "v2", "g2"} else gain
-    return nn.init.orthogonal_(torch.empty(size, dtype=torch.float32), gain=stretched, generator=_generator(seed, name))
+    return nn.init.orthogonal_(
+        torch.empty(size, dtype=torch.float32), gain=stretched, generator=tensor_generator(seed, name)
+    )
 
 
 @functools.lru_cache(maxsize=128)
@@ -125,7 +127,9 @@ def _one_thread() -> Iterator[int]:
 
 def _tensor(shape: ModelShape, name: str, size: tuple[int, ...], seed: int, emb_scale: float) -> Tensor:
     if name == "emb.weight":
-        return torch.empty(size, dtype=torch.float32).uniform_(-emb_scale, emb_scale, generator=_generator(seed, name))
+        return torch.empty(size, dtype=torch.float32).uniform_(
+            -emb_scale, emb_scale, generator=tensor_generator(seed, name)
+        )
     if name == "head.weight":
         gain = 0.5 * math.sqrt(max(1.0, shape.vocab_size / shape.n_embd))
         return _orthogonal(name, size, gain, seed)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from trainer.config.adapters import LoraSettings, StateTuning
 from trainer.model.block import Block
 from trainer.model.naming import ModelShape
 from trainer.model.state import LayerState, ModelState, zero_state
@@ -54,17 +55,35 @@ class RWKV7(nn.Module):
         checkpoint_blocks: recompute each block in the backward pass instead of keeping its activations.
         compiled_tokens: inputs of exactly this many tokens run blocks compiled by torch.compile, others run
             them as they are, so that ragged last chunks do not compile anew. 0 = never.
+        lora: adapters on the blocks' matrices; None = none.
+        tuning: whether the state before a document is trained, and which parts of it; None = it is zero.
     """
 
     def __init__(
-        self, shape: ModelShape, kernel: str = "auto", checkpoint_blocks: bool = False, compiled_tokens: int = 0
+        self,
+        shape: ModelShape,
+        kernel: str = "auto",
+        checkpoint_blocks: bool = False,
+        compiled_tokens: int = 0,
+        *,
+        lora: LoraSettings | None = None,
+        tuning: StateTuning | None = None,
     ) -> None:
         super().__init__()
         self.shape, self.checkpoint_blocks, self.compiled_tokens = shape, checkpoint_blocks, compiled_tokens
         self.emb = nn.Embedding(shape.vocab_size, shape.n_embd)
-        self.blocks = nn.ModuleList(Block(shape, layer, kernel) for layer in range(shape.n_layer))
+        self.blocks = nn.ModuleList(Block(shape, layer, kernel, lora) for layer in range(shape.n_layer))
         self.ln_out = nn.LayerNorm(shape.n_embd)
         self.head = nn.Linear(shape.n_embd, shape.vocab_size, bias=False)
+        self.has_dropout = lora is not None and lora.dropout > 0
+        # Of the root, so that ZeRO-3 has gathered them when the first block runs.
+        self.time_state: nn.Parameter | None = None
+        self.shift_state: nn.Parameter | None = None
+        if tuning is not None:
+            size = shape.head_size
+            self.time_state = nn.Parameter(torch.empty(shape.n_layer, shape.num_heads, size, size))
+            if tuning.shifts:
+                self.shift_state = nn.Parameter(torch.empty(shape.n_layer, 2, shape.n_embd))
 
     def zero_state(self, batch: int) -> ModelState:
         """State before the first token, on the device and in the dtype of the weights."""
@@ -73,30 +92,51 @@ class RWKV7(nn.Module):
             batch, self.shape.n_layer, self.shape.n_embd, self.shape.head_size, weight.device, weight.dtype
         )
 
+    def _started(self, state: ModelState) -> ModelState:
+        """The state before a document, zero so far, plus the trained one."""
+        if self.time_state is None:
+            return state
+        started = []
+        for layer, (shift_att, shift_ffn, wkv) in enumerate(state):
+            if self.shift_state is not None:
+                shift_att, shift_ffn = (x + self.shift_state[layer, i] for i, x in enumerate((shift_att, shift_ffn)))
+            started.append(LayerState(shift_att, shift_ffn, wkv + self.time_state[layer].to(wkv.dtype)))
+        return tuple(started)
+
     def forward(
-        self, ids_BT: Tensor, state: ModelState | None = None, reset_BT: Tensor | None = None
+        self,
+        ids_BT: Tensor,
+        state: ModelState | None = None,
+        reset_BT: Tensor | None = None,
+        is_start: bool = False,
     ) -> tuple[Tensor, ModelState]:
         """Run T >= 0 tokens.
 
         Args:
             ids_BT: int64 [B, T].
             state: state after the previous tokens; None = none came before.
-            reset_BT: bool [B, T], true where a document starts and all state is dropped; None = nowhere.
+            reset_BT: bool [B, T], true where a document starts and all state is dropped; None = nowhere. A reset
+                drops a trained state too.
+            is_start: all rows start a document here with a zero state, to which a trained one is added. So does
+                a state that is left out.
 
         Returns:
             Residual stream after `ln_out` [B, T, C] (multiply by `head` for logits), and the state after
             the last token.
         """
         if state is None:
-            state = self.zero_state(ids_BT.shape[0])
+            state, is_start = self.zero_state(ids_BT.shape[0]), True
+        if is_start:
+            state = self._started(state)
         x_BTC, v_first_BTC = self.emb(ids_BT), None
         states: list[LayerState] = []
         run = _compiled_block() if 0 < ids_BT.shape[1] == self.compiled_tokens else _block
         for block, layer_state in zip(self.blocks, state, strict=True):
             if self.checkpoint_blocks and torch.is_grad_enabled():
                 x_BTC, v_first_BTC, new = checkpoint(
-                    run, block, x_BTC, v_first_BTC, layer_state, reset_BT, use_reentrant=False, preserve_rng_state=False
-                )
+                    run, block, x_BTC, v_first_BTC, layer_state, reset_BT,
+                    use_reentrant=False, preserve_rng_state=self.has_dropout,
+                )  # fmt: skip
             else:
                 x_BTC, v_first_BTC, new = run(block, x_BTC, v_first_BTC, layer_state, reset_BT)
             states.append(new)

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainer.config.adapters import LoraSettings
+from trainer.model.lora import linear
 from trainer.model.naming import ModelShape
 from trainer.ops.wkv7 import wkv7
 
@@ -39,6 +41,7 @@ class TimeMix(nn.Module):
         shape: sizes and ranks of the model.
         layer: index of the block; block 0 makes the value that later blocks mix in.
         kernel: backend of `wkv7`.
+        lora: adapters on the matrices; None = none.
     """
 
     x_r: nn.Parameter
@@ -59,7 +62,7 @@ class TimeMix(nn.Module):
     g1: nn.Parameter
     g2: nn.Parameter
 
-    def __init__(self, shape: ModelShape, layer: int, kernel: str) -> None:
+    def __init__(self, shape: ModelShape, layer: int, kernel: str, lora: LoraSettings | None = None) -> None:
         super().__init__()
         width, heads, size = shape.n_embd, shape.num_heads, shape.head_size
         self.layer, self.kernel, self.heads, self.size = layer, kernel, heads, size
@@ -73,10 +76,10 @@ class TimeMix(nn.Module):
         self.k_k = nn.Parameter(torch.empty(1, 1, width))
         self.k_a = nn.Parameter(torch.empty(1, 1, width))
         self.r_k = nn.Parameter(torch.empty(heads, size))
-        self.receptance = nn.Linear(width, width, bias=False)
-        self.key = nn.Linear(width, width, bias=False)
-        self.value = nn.Linear(width, width, bias=False)
-        self.output = nn.Linear(width, width, bias=False)
+        self.receptance = linear(width, width, "att.receptance", lora)
+        self.key = linear(width, width, "att.key", lora)
+        self.value = linear(width, width, "att.value", lora)
+        self.output = linear(width, width, "att.output", lora)
         self.ln_x = nn.GroupNorm(heads, width, eps=GROUP_NORM_EPS)
 
     def forward(

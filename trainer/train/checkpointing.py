@@ -8,6 +8,7 @@ All of it goes into a temporary folder that appears under its name, step-N, only
 from __future__ import annotations
 
 import io
+import json
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -21,13 +22,15 @@ from lightning.fabric.plugins.io import CheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
 
+from trainer.checkpoint.adapter import ADAPTER_INFO
 from trainer.checkpoint.atomic import abandon_folder, begin_folder, commit_folder, prune, storage_error
 from trainer.checkpoint.failpoints import failpoint
 from trainer.checkpoint.pieces import MASTER, Piece, SavedPieces, save_pieces
 from trainer.checkpoint.rng import capture_rng, restore_rng
-from trainer.checkpoint.tensorfile import save_safetensors
+from trainer.checkpoint.tensorfile import load_safetensors, save_safetensors
 from trainer.checkpoint.verify import read_manifest
 from trainer.checkpoint.write import (
+    ADAPTER_FILE,
     MODEL_FILE,
     CheckpointPayload,
     rank_file,
@@ -81,8 +84,10 @@ class FolderCheckpointIO(CheckpointIO):
             rank = optimizers[0].get("rank", 0)
         kept = {f"{kind} of {piece.name}": x for piece in pieces for kind, x in piece.tensors.items()}
         _require_finite(checkpoint["global_step"], weights | kept)
-        if weights:
-            save_safetensors(folder / MODEL_FILE, weights)
+        if weights and rank == 0:
+            save_safetensors(folder / (ADAPTER_FILE if "adapter" in rest else MODEL_FILE), weights)
+        if "adapter" in rest and rank == 0:
+            (folder / ADAPTER_INFO).write_text(json.dumps(rest["adapter"], indent=2) + "\n", encoding="utf-8")
         save_pieces(folder, rank, pieces)
         failpoint("half")
         if rank > 0:
@@ -107,6 +112,9 @@ class FolderCheckpointIO(CheckpointIO):
         checkpoint["state_dict"] = LazyTensors(
             (_PREFIX + name for name in saved.shapes), lambda name: saved.whole(MASTER, name.removeprefix(_PREFIX))
         )
+        if "adapter" in checkpoint:
+            tensors = load_safetensors(folder / ADAPTER_FILE)
+            checkpoint["state_dict"] = {_PREFIX + name: tensor for name, tensor in tensors.items()}
         if "updates" in checkpoint:
             checkpoint["optimizer_states"] = [{"updates": checkpoint.pop("updates"), "saved": saved}]
         return checkpoint

@@ -15,6 +15,7 @@ from torch import Tensor
 from trainer.bptt.step import ChunkInput, Engine, StepOptions, StepResult, evaluate_step, run_step
 from trainer.checkpoint.read import read_weights
 from trainer.config import RunConfig
+from trainer.config.adapters import lora_settings, state_tuning, trains_adapter
 from trainer.data.lanes import StepBatch
 from trainer.errors import NonFiniteError
 from trainer.evaluate.losses import LossSums
@@ -23,6 +24,7 @@ from trainer.model.init import init_weights
 from trainer.model.naming import ModelShape, canonical_weights
 from trainer.model.rwkv7 import RWKV7
 from trainer.model.state import ModelState, state_tensors
+from trainer.train.adapter import AdapterRun, freeze
 from trainer.train.bad_steps import SkippedSteps, run_twice
 from trainer.train.lane_states import LaneStates
 from trainer.train.local_engine import LocalEngine, chunk_loss
@@ -80,6 +82,9 @@ class LitRWKV7(pl.LightningModule):
         """The same, known to all ranks at the end of a step."""
         self.train_sources: dict[str, float] = {}
         """Mean loss of each source of a mixture, as of the last log interval."""
+        self.adapter: AdapterRun | None = None
+        """What a run trains that does not train everything."""
+        self.strict_loading = not trains_adapter(run.model)
         self._sums: dict[str, LossSums] = {}
         self._initial: Mapping[str, Tensor] | None = None
         self._engine: Engine | None = None
@@ -90,9 +95,13 @@ class LitRWKV7(pl.LightningModule):
         """Build the model (under ZeRO-3 inside DeepSpeed's sharding context) and load its first weights."""
         if hasattr(self, "model"):
             return
-        dtype = weight_dtype(self.run.precision)
-        with _default_dtype(dtype):
-            self.model = RWKV7(self.shape, self.run.model.kernel, self.run.model.grad_cp, self._compiled_tokens())
+        model = self.run.model
+        with _default_dtype(weight_dtype(self.run.precision)):
+            self.model = RWKV7(
+                self.shape, model.kernel, model.grad_cp, self._compiled_tokens(),
+                lora=lora_settings(model), tuning=state_tuning(model),
+            )  # fmt: skip
+        freeze(self.model, model)
         if not is_deepspeed(self.trainer.strategy):
             self.load_initial_weights()
 
@@ -104,7 +113,13 @@ class LitRWKV7(pl.LightningModule):
         a copy of all weights on every rank may not fit on the host.
         """
         is_sharded = any(hasattr(parameter, "ds_id") for parameter in self.model.parameters())
-        weights = self.initial_weights() if self.trainer.is_global_zero or not is_sharded else {}
+        trains_part = trains_adapter(self.run.model)
+        # Every rank of a run with an adapter needs the base's fingerprint.
+        reads = self.trainer.is_global_zero or not is_sharded or trains_part
+        weights = self.initial_weights() if reads else {}
+        if trains_part:
+            self.adapter = AdapterRun(self.run, self.shape, weights)
+            weights = {**weights, **self.adapter.take_initial()}
         load_weights(self.model, weights)
         self._initial = None if is_deepspeed(self.trainer.strategy) else weights
 
@@ -112,8 +127,13 @@ class LitRWKV7(pl.LightningModule):
         wanted = self.run.model.compile
         on_gpu = self.trainer.strategy.root_device.type == "cuda"
         suits = on_gpu and self.run.precision.startswith("bf16") and not self.run.strategy.startswith("deepspeed")
-        is_on = wanted == "on" or (wanted == "auto" and suits)
+        is_on = wanted == "on" or (wanted == "auto" and suits and not self._has_dropout)
         return self.chunk_tokens if is_on else 0
+
+    @property
+    def _has_dropout(self) -> bool:
+        lora = lora_settings(self.run.model)
+        return lora is not None and lora.dropout > 0
 
     def initial_weights(self) -> dict[str, Tensor]:
         """Weights the run starts from, by official name, before rounding to the training dtype."""
@@ -148,12 +168,14 @@ class LitRWKV7(pl.LightningModule):
         with_loss: bool,
         group_BT: Tensor | None = None,
         group_sums_2G: Tensor | None = None,
+        is_start: bool = False,
+        seed: int | None = None,
     ) -> tuple[Tensor | None, ModelState]:
         """Weighted loss of one chunk (None without `with_loss`) and the state after it.
 
         This is the call that DeepSpeed wraps: see `DeepSpeedChunks`.
         """
-        chunk = ChunkInput(ids_BT, targets_BT, weight_BT, reset_BT, state, group_BT, group_sums_2G)
+        chunk = ChunkInput(ids_BT, targets_BT, weight_BT, reset_BT, state, group_BT, group_sums_2G, is_start, seed)
         return chunk_loss(self.model, chunk, self.run.model, with_loss=with_loss)
 
     # ---- training
@@ -174,7 +196,7 @@ class LitRWKV7(pl.LightningModule):
 
     def _uses_graphs(self) -> bool:
         wanted, tokens = self.run.model.cuda_graphs, self.run.trainer.microbatch_size * self.run.model.ctx_len
-        suits = tokens <= _GRAPH_TOKENS and not self.run.model.grad_cp
+        suits = tokens <= _GRAPH_TOKENS and not self.run.model.grad_cp and not self._has_dropout
         return wanted == "on" or (wanted == "auto" and suits)
 
     @property
@@ -194,7 +216,12 @@ class LitRWKV7(pl.LightningModule):
             host_memory_bytes=int(model.bptt_host_memory_gib * 2**30),
             num_micro=max(1, -(-per_rank // trainer.microbatch_size)),
             micro_rows=trainer.microbatch_size,
+            seed=self._step_seed() if self._has_dropout else None,
         )
+
+    def _step_seed(self) -> str:
+        """The same for a step whether or not the run was interrupted before it."""
+        return f"{self.run.seed}:{self.global_step}:{self.progress['skipped_steps']}:{self.global_rank}"
 
     def training_step(self, batch: StepBatch, batch_idx: int) -> None:
         """Gradients of all chunks, checks, clipping, update, metrics."""
@@ -293,7 +320,8 @@ class LitRWKV7(pl.LightningModule):
         norm = float(clipped)
         if not norm < float("inf"):
             sums = inner.gradients()
-            bad = [name for name, _ in self.model.named_parameters() if not bool(torch.isfinite(sums[name]).all())]
+            trained = [name for name, _ in self.model.named_parameters() if name in sums]
+            bad = [name for name in trained if not bool(torch.isfinite(sums[name]).all())]
             raise NonFiniteError(
                 f"step {self.global_step + 1}",
                 "the gradient is not finite",
@@ -433,9 +461,13 @@ class LitRWKV7(pl.LightningModule):
         """Counters and the data position, equal on all ranks; per-rank state is saved beside it."""
         checkpoint["progress"] = dict(self.progress)
         checkpoint["data_position"] = self.data_position
+        if self.adapter is not None:
+            self.adapter.before_save(checkpoint, self.model)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Counters come back here, the data position through the data module."""
+        if self.adapter is not None:
+            self.adapter.before_load(checkpoint, self.model, Path(str(self.trainer.ckpt_path)))
         self.progress |= checkpoint["progress"]
         self.data_position = checkpoint["data_position"]
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]

@@ -7,6 +7,8 @@ form comes by (the first times compile, build and choose algorithms), and reads 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +26,18 @@ __all__ = ["LocalEngine", "chunk_loss"]
 _EAGER_RUNS = 2
 
 
+@contextlib.contextmanager
+def _seeded(chunk: ChunkInput) -> Iterator[None]:
+    """Random numbers of the chunk's own, whatever came before; afterwards the generators are as they were."""
+    if chunk.seed is None:
+        yield
+        return
+    devices = [chunk.ids_BT.device] if chunk.ids_BT.is_cuda else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(chunk.seed)
+        yield
+
+
 def chunk_loss(
     model: RWKV7, chunk: ChunkInput, settings: ModelConfig, *, with_loss: bool, head_total: Tensor | None = None
 ) -> tuple[Tensor | None, ModelState]:
@@ -31,7 +45,8 @@ def chunk_loss(
 
     `head_total`: where the head's gradient is summed, see `linear_cross_entropy`.
     """
-    hidden_BTC, state = model(chunk.ids_BT, chunk.state, chunk.reset_BT)
+    with _seeded(chunk):
+        hidden_BTC, state = model(chunk.ids_BT, chunk.state, chunk.reset_BT, chunk.is_start)
     if not with_loss:
         return None, state
     groups = None
@@ -64,6 +79,7 @@ class _Form:
     with_loss: bool
     group_sums: int
     """Address of the tensor that the chunk adds losses by group to; 0 = none."""
+    is_start: bool
 
 
 @dataclass
@@ -127,7 +143,7 @@ class LocalEngine(EagerEngine):
     def evaluate(self, chunk: ChunkInput, *, with_loss: bool) -> tuple[Tensor | None, ModelState]:
         """See `Engine`."""
         has_reset, sums = chunk.reset_BT is not None, _sums_address(chunk)
-        form = _Form((*chunk.ids_BT.shape,), has_reset, False, False, False, with_loss, sums)
+        form = _Form((*chunk.ids_BT.shape,), has_reset, False, False, False, with_loss, sums, chunk.is_start)
         if not self._is_due(form, chunk):
             return super().evaluate(chunk, with_loss=with_loss)
         loss, state, _ = self._replay(form, chunk, None)
@@ -138,7 +154,7 @@ class LocalEngine(EagerEngine):
     ) -> tuple[Tensor, ModelState, list[Tensor] | None]:
         """See `Engine`."""
         has_reset, has_gradient, sums = chunk.reset_BT is not None, gradient is not None, _sums_address(chunk)
-        form = _Form((*chunk.ids_BT.shape,), has_reset, True, has_gradient, want_gradient, True, sums)
+        form = _Form((*chunk.ids_BT.shape,), has_reset, True, has_gradient, want_gradient, True, sums, chunk.is_start)
         if not self._is_due(form, chunk):
             return super().train(chunk, gradient, want_gradient=want_gradient, is_last=is_last)
         loss, state, new = self._replay(form, chunk, gradient)
@@ -178,6 +194,7 @@ class LocalEngine(EagerEngine):
             map_state(torch.clone, chunk.state),
             None if chunk.group_BT is None else chunk.group_BT.clone(),
             chunk.group_sums_2G,
+            chunk.is_start,
         )
         own_gradient = None if gradient is None else [g.clone() for g in gradient]
         graph = torch.cuda.CUDAGraph()

@@ -42,11 +42,13 @@ def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], model: ModelConf
         model: settings.
 
     Returns:
-        Groups with params, names, lr, lr_scale and weight_decay. Without weight decay the matrices of
+        Groups with params, names, lr, lr_scale and weight_decay, of parameters that are trained. Without weight decay the matrices of
         `decay` are in `1x`.
     """
     buckets: dict[str, list[tuple[str, nn.Parameter]]] = {"1x": [], "2x": [], "decay": []}
     for name, parameter in sorted(named, key=lambda pair: pair[0]):
+        if not parameter.requires_grad:
+            continue
         # ZeRO-3 empties a parameter and keeps its shape apart.
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
         group = optimizer_group(name, shape)

@@ -17,18 +17,21 @@ import torch
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from trainer.checkpoint.adapter import info_of_run, is_adapter
 from trainer.checkpoint.atomic import prepare_directory, set_aside_newer, storage_errors, sweep
 from trainer.checkpoint.find import resolve_resume
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.read import peek_shape
 from trainer.checkpoint.verify import read_manifest
 from trainer.config import RunConfig
+from trainer.config.adapters import trains_adapter
 from trainer.data.module import LanesDataModule
 from trainer.data.work import tokenizer_of
 from trainer.errors import ConfigError
 from trainer.logs import get_logger, mask_secrets
 from trainer.model.naming import ModelShape
 from trainer.ops.wkv7 import choose_backend
+from trainer.train.adapter import num_trained
 from trainer.train.callbacks import METRICS_FILE, MetricsFile, RunProgress, TokenLimit
 from trainer.train.checkpointing import Checkpointing, FolderCheckpointIO
 from trainer.train.connection import TimeLimits, connection_errors
@@ -85,8 +88,11 @@ def _settings(run: RunConfig) -> dict[str, Any]:
 
 
 def _digest(run: RunConfig, shape: ModelShape) -> str:
-    """Digest of what must not change when a run is resumed: the model's sizes."""
-    return hashlib.sha256(json.dumps(dataclasses.asdict(shape), sort_keys=True).encode()).hexdigest()
+    """Digest of what must not change when a run is resumed: the model's sizes, and what of it is trained."""
+    facts = dataclasses.asdict(shape)
+    if trains_adapter(run.model):
+        facts["adapter"] = info_of_run(dataclasses.replace(run.model, load_model=None), "").document()
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def build_trainer(
@@ -144,6 +150,9 @@ def _say_plan(run: RunConfig, shape: ModelShape, trainer: pl.Trainer) -> None:
         "model=L%d-D%d vocab=%d parameters=%s kernel=%s device=%s",
         shape.n_layer, shape.n_embd, shape.vocab_size, f"{shape.num_parameters():,}", backend, device,
     )  # fmt: skip
+    trained = num_trained(run.model, shape)
+    if trained < shape.num_parameters():
+        _logger.info("trained=%s parameters of %s", f"{trained:,}", run.model.load_model)
     _logger.info("strategy=%s %s", run.strategy, _stored_dtypes(run))
     if run.precision == "bf16-mixed":
         _logger.info("precision=bf16-mixed means bf16 weights with float32 masters; no autocast region is entered")
@@ -193,7 +202,8 @@ def _check_fits(run: RunConfig, shape: ModelShape, folder: Path) -> None:
     """Refuse a checkpoint that this run cannot continue."""
     manifest = read_manifest(folder)
     if manifest.config_digest != _digest(run, shape):
-        raise ConfigError("resume", "the checkpoint is of a model of other sizes", found=str(folder))
+        problem = "the checkpoint is of a model of other sizes, or of a run that trains other parts of it"
+        raise ConfigError("resume", problem, found=str(folder))
 
 
 def _run_length(run: RunConfig, tokens_per_epoch: int, steps_per_epoch: int) -> tuple[int, int]:
@@ -254,7 +264,7 @@ def _is_rank_zero() -> bool:
 def _checkpoint_bytes(run: RunConfig, shape: ModelShape) -> int:
     """Room for one checkpoint: weights, both moments, and masters where they are kept apart."""
     bytes_per_parameter = {torch.bfloat16: 2 + 4 + 8, torch.float32: 4 + 8, torch.float64: 8 + 16}
-    return shape.num_parameters() * bytes_per_parameter[weight_dtype(run.precision)]
+    return num_trained(run.model, shape) * bytes_per_parameter[weight_dtype(run.precision)]
 
 
 def _make_way(directory: Path, start: Path | None) -> None:
@@ -316,8 +326,8 @@ def _validate(
     source = str(folder) if folder is not None else run.model.load_model
     if source is None:
         raise ConfigError("model.load_model", "nothing to validate", fix="give model.load_model, or resume: auto")
-    weights = dataclasses.replace(run.model, load_model=source)
-    run = dataclasses.replace(run, model=weights)
+    given = {"load_adapter": source} if is_adapter(Path(source)) else {"load_model": source}
+    run = dataclasses.replace(run, model=dataclasses.replace(run.model, **given))  # type: ignore[arg-type]
     limits = TimeLimits(run.trainer)
     trainer = build_trainer(run, trainer_arguments, directory=Path("."), callbacks=[limits, RunProgress()])
     module = LitRWKV7(run, shape)
@@ -334,15 +344,15 @@ def dry_run(run: RunConfig) -> None:
     """Say what a run would do and need, without touching data or a GPU."""
     shape = resolve_shape(run)
     width = 2 if run.precision.startswith("bf16") else 4
-    num = shape.num_parameters()
-    masters = 4 * num if width == 2 else 0
+    num, trained = shape.num_parameters(), num_trained(run.model, shape)
+    masters = 4 * trained if width == 2 else 0
     rows, ctx = run.trainer.microbatch_size, run.model.ctx_len
     kept = 2 if run.model.grad_cp else 40
     parts = {
         "weights": width * num,
         "masters": masters,
-        "moments": 8 * num,
-        "gradients": 4 * num,
+        "moments": 8 * trained,
+        "gradients": 4 * trained,
         "activations of one chunk": kept * width * rows * ctx * shape.n_embd * shape.n_layer,
         "logits slice": 3 * 4 * min(run.model.loss_chunk_rows, rows * ctx) * shape.vocab_size,
     }

@@ -115,6 +115,8 @@ def load_weights(model: RWKV7, weights: Mapping[str, Tensor]) -> None:
         with writable(parameter) as is_mine, torch.no_grad():
             if is_mine:
                 parameter.copy_(weights[name].view(parameter.shape))
+    for name, buffer in model.named_buffers():
+        buffer.copy_(weights[name])
 
 
 class DeepSpeedChunks(EagerEngine):
@@ -138,7 +140,7 @@ class DeepSpeedChunks(EagerEngine):
             self.wrapped.set_gradient_accumulation_boundary(is_last)
         loss, state = self.wrapped(
             chunk.ids_BT, chunk.targets_BT, chunk.weight_BT, chunk.reset_BT, chunk.state, with_loss,
-            chunk.group_BT, chunk.group_sums_2G,
+            chunk.group_BT, chunk.group_sums_2G, chunk.is_start, chunk.seed,
         )  # fmt: skip
         return loss, state
 
@@ -173,7 +175,8 @@ def watch_gradients(module: LitRWKV7) -> None:
         module.bad_gradient += gradient.sum(dtype=torch.float32) * 0
 
     for parameter in module.model.parameters():
-        parameter.register_hook(note)  # type: ignore[no-untyped-call]
+        if parameter.requires_grad:
+            parameter.register_hook(note)  # type: ignore[no-untyped-call]
 
 
 def check_gradients(module: LitRWKV7) -> None:
