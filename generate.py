@@ -58,6 +58,7 @@ def main() -> int:
         "model", metavar="MODEL", type=Path, help=".pth, .safetensors, a Hugging Face folder, or a checkpoint step-N"
     )
     add_common_options(parser)
+    parser.add_argument("--adapter", metavar="FOLDER", type=Path, help="adapter of MODEL, or a run's folder with one")
     parser.add_argument("--tokens", type=int, default=200, help="most tokens to write (default: 200)")
     parser.add_argument("--stop", metavar="TEXT", action="append", default=[], help="end before this text; repeatable")
     parser.add_argument("--chat", action="store_true", help="the prompt is a user's turn; write the assistant's")
@@ -70,7 +71,9 @@ def main() -> int:
     prompt = read_prompt(args.prompt, args.prompt_file)
     if args.chat and not prompt.strip():
         raise ConfigError("--chat", "needs the user's turn", fix="give --prompt or --prompt-file")
-    generator = load_generator(args.model, device=args.device, dtype=args.dtype, tokenizer=args.tokenizer)
+    generator = load_generator(
+        args.model, device=args.device, dtype=args.dtype, tokenizer=args.tokenizer, adapter=args.adapter
+    )
     if args.state_in is not None:
         generator.snapshot = load_state(args.state_in, generator.model)
     generator.read(chat_turn(prompt, is_first=generator.snapshot.logits_V is None) if args.chat else prompt)

@@ -12,18 +12,20 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from trainer.checkpoint.adapter import MergedWeights, base_fingerprint, check_adapter, read_adapter
 from trainer.checkpoint.read import read_weights
+from trainer.checkpoint.write import ADAPTER_FILE
 from trainer.data.tokenizers import StreamDecoder, Tokenizer, built_in_tokenizer, get_tokenizer, holds_tokenizer
 from trainer.errors import ConfigError, DataError, NonFiniteError
 from trainer.generate.sampling import Sampler, Sampling
-from trainer.generate.state_file import Snapshot
+from trainer.generate.state_file import Snapshot, load_state
 from trainer.model.naming import shape_from_weights
 from trainer.model.rwkv7 import RWKV7
 from trainer.ops.wkv7 import choose_backend
@@ -147,7 +149,13 @@ def pick_tokenizer(name: str, vocab_size: int, model: Path | None = None) -> Tok
 
 
 def load_generator(
-    path: Path, *, device: str = "auto", dtype: str = "auto", tokenizer: str = "auto", kernel: str = "auto"
+    path: Path,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    tokenizer: str = "auto",
+    kernel: str = "auto",
+    adapter: Path | None = None,
 ) -> Generator:
     """A generator at the start of a text.
 
@@ -157,20 +165,30 @@ def load_generator(
         dtype: see `pick_dtype`.
         tokenizer: see `pick_tokenizer`.
         kernel: backend of the recurrence, see `trainer.ops.wkv7.BACKENDS`.
+        adapter: folder of an adapter of these weights; a tuned state is where texts start then.
 
     Raises:
-        CheckpointError: if the weights cannot be read.
+        CheckpointError: if the weights cannot be read, or the adapter is not theirs.
         ConfigError: if an option does not fit the model or the machine.
     """
-    model = load_model(path, device=device, dtype=dtype, kernel=kernel)
-    return Generator(model, pick_tokenizer(tokenizer, model.shape.vocab_size, path))
+    model = load_model(path, device=device, dtype=dtype, kernel=kernel, adapter=adapter)
+    generator = Generator(model, pick_tokenizer(tokenizer, model.shape.vocab_size, path))
+    if adapter is not None and (found := read_adapter(adapter)).info.method == "state":
+        generator.snapshot = load_state(found.source / ADAPTER_FILE, model)
+    return generator
 
 
-def load_model(path: Path, *, device: str = "auto", dtype: str = "auto", kernel: str = "auto") -> RWKV7:
+def load_model(
+    path: Path, *, device: str = "auto", dtype: str = "auto", kernel: str = "auto", adapter: Path | None = None
+) -> RWKV7:
     """A model with the weights of `path`, without gradients; arguments as of `load_generator`."""
     chosen = pick_device(device)
     target = pick_dtype(dtype, chosen)
-    weights = read_weights(path)
+    weights: Mapping[str, Tensor] = read_weights(path)
+    if adapter is not None:
+        found = read_adapter(adapter)
+        check_adapter(found, shape_from_weights(weights), base_fingerprint(weights))
+        weights = weights if found.info.method == "state" else MergedWeights(weights, found)
     with torch.device("meta"):
         model = RWKV7(shape_from_weights(weights), kernel)
     model.load_state_dict({name: tensor.to(chosen, target) for name, tensor in weights.items()}, assign=True)
