@@ -80,6 +80,7 @@ constexpr int kGradientsBlocks = 5;
 #else
 constexpr int kGradientsBlocks = 3;
 #endif
+constexpr int kPrepareBlocks = 8;  // of `prepare` per processor
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLogDecayScale = 0.60653065971263342f;  // exp(-1/2)
 constexpr unsigned kAllLanes = 0xffffffffu;
@@ -87,19 +88,23 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 __device__ __forceinline__ float bf16_low(uint32_t pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float bf16_high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
 
-// A 16 x 16 matrix of bfloat16 in a warp.
-struct Matrix {
-  uint32_t block[4];  // (0,0) (1,0) (0,1) (1,1)
+// A 16 x 16 matrix of bfloat16 in a warp, as the left operand of a product or as the right one. They differ in the
+// order of the words, and the assembler moves registers where a word is not in its place.
+template <bool RIGHT>
+struct Operand {
+  uint32_t block[4];  // left: (0,0) (1,0) (0,1) (1,1); right: (0,0) (0,1) (1,0) (1,1)
 
-  __device__ void load(const uint8_t* from, int lane) { load_blocks(block, from + lane * 16); }
+  // Of a block, counted as in memory.
+  __device__ static constexpr int position(int i) { return RIGHT && (i == 1 || i == 2) ? 3 - i : i; }
+  __device__ void load(const uint8_t* from, int lane) {
+    load_blocks(block, from + (RIGHT ? other_order(lane) : lane) * 16);
+  }
   __device__ void load_transposed(const uint8_t* from, int lane) {
-    uint32_t word[4];
-    load_blocks_transposed(word, from + lane * 16);
-    block[0] = word[0], block[1] = word[2], block[2] = word[1], block[3] = word[3];
+    load_blocks_transposed(block, from + (RIGHT ? lane : other_order(lane)) * 16);
   }
   __device__ void store(uint8_t* to, int lane) const {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) *reinterpret_cast<uint32_t*>(to + i * 128 + lane * 4) = block[i];
+    for (int i = 0; i < 4; ++i) *reinterpret_cast<uint32_t*>(to + i * 128 + lane * 4) = block[position(i)];
   }
   // As it lies in the warp, 16 bytes per lane: for another warp.
   __device__ void hand_over(uint8_t* to, int lane) const {
@@ -109,88 +114,78 @@ struct Matrix {
     const uint4 words = *reinterpret_cast<const uint4*>(from + lane * 16);
     block[0] = words.x, block[1] = words.y, block[2] = words.z, block[3] = words.w;
   }
-  __device__ float element(int n) const { return n % 2 ? bf16_high(block[n / 2]) : bf16_low(block[n / 2]); }
+  __device__ float element(int n) const {
+    return n % 2 ? bf16_high(block[position(n / 2)]) : bf16_low(block[position(n / 2)]);
+  }
+  __device__ Operand<!RIGHT> other() const { return {{block[0], block[2], block[1], block[3]}}; }
 };
+using Left = Operand<false>;
+using Right = Operand<true>;
 
-// A lane's share of 16 x 16 numbers, as in Matrix and Sum: number n lies in row 8 (n / 2 % 2) + lane / 4 and in column
-// 8 (n / 4) + 2 (lane % 4) + n % 2. Where rows are tokens, these go through them.
-struct Share {
-  float x[8];
+// 16 x 16 numbers in a warp, in float32. A lane's number n lies in row 8 (n / 2 % 2) + lane / 4 and in column
+// 8 (n / 4) + 2 (lane % 4) + n % 2.
+struct Numbers {
+  float x[2][4];
 
-  __device__ float& operator[](int n) { return x[n]; }
-  __device__ float operator[](int n) const { return x[n]; }
-
-  // Sums of a column over the rows up to the own one, from the start of its segment.
-  __device__ void sum_from(const int (&start)[2], int lane) {
-    const int row = lane / 4;
-#pragma unroll
-    for (int step = 1; step < 8; step *= 2) {
-#pragma unroll
-      for (int n = 0; n < 8; ++n) {
-        const float other = __shfl_up_sync(kAllLanes, x[n], step * 4);
-        const int upper = n / 2 % 2 * 8;
-        if (row >= step && row + upper - step >= start[n / 2 % 2]) x[n] += other;
-      }
-    }
-#pragma unroll
-    for (int n = 0; n < 8; n += n % 2 ? 3 : 1) {
-      const float other = __shfl_sync(kAllLanes, x[n], 28 + lane % 4);
-      if (start[1] < 8) x[n + 2] += other;
-    }
-  }
-  // Sums of a column over the own row and the later ones.
-  __device__ void sum_to_end(int lane) {
-    const int row = lane / 4;
-#pragma unroll
-    for (int step = 1; step < 8; step *= 2) {
-#pragma unroll
-      for (int n = 0; n < 8; ++n) {
-        const float other = __shfl_down_sync(kAllLanes, x[n], step * 4);
-        if (row + step < 8) x[n] += other;
-      }
-    }
-#pragma unroll
-    for (int n = 0; n < 8; n += n % 2 ? 3 : 1) x[n] += __shfl_sync(kAllLanes, x[n + 2], lane % 4);
-  }
-  __device__ Matrix rounded() const {
-    Matrix to;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) to.block[i] = pack_bf16(x[2 * i], x[2 * i + 1]);
-    return to;
-  }
-};
-
-// A 16 x 16 sum of products in a warp, in float32.
-struct Sum {
-  float x[2][4];  // columns 0..7 and 8..15; lane 4g + q: (g, 2q) (g, 2q+1) (g+8, 2q) (g+8, 2q+1)
-
+  __device__ float& operator[](int n) { return x[n / 4][n % 4]; }
+  __device__ float operator[](int n) const { return x[n / 4][n % 4]; }
   __device__ void zero() {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) x[i / 4][i % 4] = 0.0f;
+    for (int n = 0; n < 8; ++n) (*this)[n] = 0.0f;
+  }
+  __device__ void add(const Numbers& other) {
+#pragma unroll
+    for (int n = 0; n < 8; ++n) (*this)[n] += other[n];
   }
   // += left right^T
-  __device__ void add_product(const Matrix& left, const Matrix& right) {
-    mma(x[0], left.block, right.block[0], right.block[2]);
-    mma(x[1], left.block, right.block[1], right.block[3]);
+  __device__ void add_product(const Left& left, const Right& right) {
+    mma(x[0], left.block, right.block[0], right.block[1]);
+    mma(x[1], left.block, right.block[2], right.block[3]);
   }
-  __device__ Matrix rounded() const {
-    Matrix to;
+  template <bool RIGHT>
+  __device__ Operand<RIGHT> rounded() const {
+    Operand<RIGHT> to;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) to.block[i] = pack_bf16(x[i / 2][i % 2 * 2], x[i / 2][i % 2 * 2 + 1]);
+    for (int i = 0; i < 4; ++i) to.block[Operand<RIGHT>::position(i)] = pack_bf16((*this)[2 * i], (*this)[2 * i + 1]);
     return to;
   }
+  __device__ Left left() const { return rounded<false>(); }
+  __device__ Right right() const { return rounded<true>(); }
   // What rounding to `to` lost, itself rounded.
-  __device__ Matrix remainder(const Matrix& to) const {
-    Matrix low;
+  template <bool RIGHT>
+  __device__ Operand<RIGHT> remainder(const Operand<RIGHT>& to) const {
+    Numbers lost;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float *pair = x[i / 2] + i % 2 * 2;
-      low.block[i] = pack_bf16(pair[0] - bf16_low(to.block[i]), pair[1] - bf16_high(to.block[i]));
-    }
-    return low;
+    for (int n = 0; n < 8; ++n) lost[n] = (*this)[n] - to.element(n);
+    return lost.rounded<RIGHT>();
   }
-  __device__ static int row(int i, int lane) { return lane / 4 + i / 2 * 8; }
-  __device__ static int column(int half, int i, int lane) { return half * 8 + lane % 4 * 2 + i % 2; }
+  __device__ static int row(int n, int lane) { return n / 2 % 2 * 8 + lane / 4; }
+  __device__ static int column(int n, int lane) { return n / 4 * 8 + lane % 4 * 2 + n % 2; }
+
+  // Where columns are tokens: sums of a row over the columns up to the own one, from the start of its segment. `start`
+  // is of the lane's columns.
+  __device__ void sum_tokens(const int (&start)[4], int lane) {
+    const int q = lane % 4;
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float *const pair = x[half] + 2 * row;
+        const int token = 8 * half + 2 * q;  // of pair[0]
+        float sum = start[2 * half + 1] <= token ? pair[0] + pair[1] : pair[1];
+        const float one = __shfl_up_sync(kAllLanes, sum, 1);
+        if (q >= 1 && start[2 * half + 1] < token) sum += one;
+        const float two = __shfl_up_sync(kAllLanes, sum, 2);
+        if (q >= 2 && start[2 * half + 1] < token - 2) sum += two;
+        const float before = __shfl_up_sync(kAllLanes, sum, 1);
+        if (q >= 1 && start[2 * half] < token) pair[0] += before;
+        pair[1] = sum;
+      }
+      const float lower = __shfl_sync(kAllLanes, x[0][2 * row + 1], lane | 3);
+      if (start[2] < 8) x[1][2 * row] += lower;
+      if (start[3] < 8) x[1][2 * row + 1] += lower;
+    }
+  }
 };
 
 __device__ __forceinline__ float sigmoid_fast(float x) { return reciprocal_fast(1.0f + exp2_fast(-kLog2E * x)); }
@@ -236,26 +231,25 @@ __device__ __forceinline__ Place place_of_block(const Wkv7ChunkedArgs& args) {
 
 // What `scan` needs of a chunk: byte offsets. Its step is, with rows v (reverse: dy),
 //   u = first s^T + matrix rows        s = s diag(decay) + rows^T (second + second_low) + u^T third
+// Handed over, as it lies in the registers of a right operand, unless said otherwise.
 template <bool REVERSE>
 struct Operands {
-  static constexpr int kFirst = 0;                     // W;  reverse: B-
-  static constexpr int kSecond = kFirst + kTileBytes;  // K-; reverse: R~
+  static constexpr int kFirst = 0;                     // W;  reverse: B-, its transpose in blocks
+  static constexpr int kSecond = kFirst + kTileBytes;  // K-^T; reverse: R~^T
   static constexpr int kSecondLow = kSecond + kTileBytes;  // what rounding it lost: most of the error of the state
-  static constexpr int kThird = kSecondLow + kTileBytes;  // B-; reverse: W
-  static constexpr int kMatrix = kThird + kTileBytes;  // X;  reverse: M_rb^T, stored as M_rb
+  static constexpr int kThird = kSecondLow + kTileBytes;  // B-^T; reverse: W^T
+  static constexpr int kMatrix = kThird + kTileBytes;  // X;  reverse: M_rb^T
   static constexpr int kDecay = kMatrix + kMatrixBytes;  // P in float32: columns 8j + 2q, 8j + 2q + 1 at 16q + 2j
-  static constexpr int kRead = kDecay + kSize * 4;     // R~    forward only, as the next two
-  static constexpr int kReadU = kRead + kTileBytes;    // M_rb
-  static constexpr int kReadV = kReadU + kMatrixBytes;  // M_rk
-  static constexpr int kReadVLow = kReadV + kMatrixBytes;
-  static constexpr int kScanBytes = REVERSE ? kRead : kReadVLow + kMatrixBytes;  // what follows is for `gradients`
+  static constexpr int kRead = kDecay + kSize * 4;     // R~, its transpose in blocks    forward only, as the next two
+  static constexpr int kReadU = kRead + kTileBytes;    // M_rb, left operand
+  static constexpr int kReadV = kReadU + kMatrixBytes;  // M_rk, left operand
+  static constexpr int kScanBytes = REVERSE ? kRead : kReadV + kMatrixBytes;  // what follows is for `gradients`
   static constexpr int kT = kRead;  // reverse only, as the rest
-  static constexpr int kX = kT + kMatrixBytes;
-  static constexpr int kAk = kX + kMatrixBytes;       // M_ak
-  static constexpr int kRbLow = kAk + kMatrixBytes;   // what rounding M_rb lost
-  static constexpr int kRk = kRbLow + kMatrixBytes;   // M_rk
-  static constexpr int kRkLow = kRk + kMatrixBytes;
-  static constexpr int kBytes = REVERSE ? kRkLow + kMatrixBytes : kScanBytes;
+  static constexpr int kTTransposed = kT + kMatrixBytes;
+  static constexpr int kX = kTTransposed + kMatrixBytes;
+  static constexpr int kAk = kX + kMatrixBytes;  // M_ak^T
+  static constexpr int kRk = kAk + kMatrixBytes;  // M_rk^T
+  static constexpr int kBytes = REVERSE ? kRk + kMatrixBytes : kScanBytes;
 };
 
 // Of a block that works on one chunk, thread i brings in columns 8 (i / 16) to 8 (i / 16) + 7 of token i % 16: 16
@@ -267,195 +261,199 @@ __device__ __forceinline__ void fetch_tile(uint8_t* tile, const __nv_bfloat16* f
   copy_async(tile + threadIdx.x * 16, valid ? row : place.any, valid);
 }
 
-// Of the lane's two tokens: where their segments start, and which segments those are.
-struct Tokens {
-  int start[2];
-  bool first[2], last[2];
+// Token n / 4 * 2 + n % 2 of a lane's four, where columns of numbers are tokens.
+__device__ constexpr int token_index(int n) { return n / 4 * 2 + n % 2; }
 
-  __device__ Tokens(const Resets& resets, int lane) {
+// Zero but for the tokens that S_0 reaches. Columns are tokens.
+__device__ __forceinline__ Numbers first_tokens(Numbers x, const Resets& resets, int lane) {
+  if (resets.bits != 0) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int t = lane / 4 + i * 8;
-      start[i] = resets.segment_start(t), first[i] = resets.first_segment(t), last[i] = resets.last_segment(t);
+    for (int n = 0; n < 8; ++n) x[n] = resets.first_segment(Numbers::column(n, lane)) ? x[n] : 0.0f;
+  }
+  return x;
+}
+// The same for a matrix.
+template <bool RIGHT>
+__device__ __forceinline__ Operand<RIGHT> first_columns(Operand<RIGHT> x, const Resets& resets, int lane) {
+  if (resets.bits != 0) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int column = i / 2 * 8 + lane % 4 * 2;
+      x.block[Operand<RIGHT>::position(i)] &=
+          (resets.first_segment(column) ? 0xffffu : 0u) | (resets.first_segment(column + 1) ? 0xffff0000u : 0u);
     }
   }
-};
+  return x;
+}
+// Zero but for the tokens that reach S_1.
+__device__ __forceinline__ Numbers last_tokens(Numbers x, const Resets& resets, int lane) {
+  if (resets.bits != 0) {
+#pragma unroll
+    for (int n = 0; n < 8; ++n) x[n] = resets.last_segment(Numbers::column(n, lane)) ? x[n] : 0.0f;
+  }
+  return x;
+}
 
-// exp(L) and the like, for a warp's 16 key columns.
+// exp(L) and the like, for a warp's 16 key columns. Here, as in all that follows from it, rows are keys and columns
+// tokens: then sums over tokens cross only four lanes.
 struct Decays {
-  Share upto;    // exp(L)
-  float all[4];  // P without resets, of columns 2q, 2q + 1, 8 + 2q, 9 + 2q
+  Numbers upto;  // exp(L)
+  float all[2];  // P without resets, of the lane's two keys
 
-  __device__ Decays(const uint8_t* w_raw, int valid, int lane) {
-    Matrix raw;
-    raw.load(w_raw, lane);
-    Share sum;
+  __device__ Decays(const Left& raw, int valid, int lane) {
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
-      const bool exists = lane / 4 + n / 2 % 2 * 8 < valid;
-      sum[n] = exists ? -kLogDecayScale * kLog2E * sigmoid_fast(raw.element(n)) : 0.0f;
+      const bool exists = Numbers::column(n, lane) < valid;
+      upto[n] = exists ? -kLogDecayScale * kLog2E * sigmoid_fast(raw.element(n)) : 0.0f;
     }
-    constexpr int start[2] = {0, 0};
-    sum.sum_from(start, lane);
+    constexpr int start[4] = {0, 0, 0, 0};
+    upto.sum_tokens(start, lane);
 #pragma unroll
-    for (int n = 0; n < 8; ++n) upto[n] = exp2_fast(sum[n]);
+    for (int n = 0; n < 8; ++n) upto[n] = exp2_fast(upto[n]);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) all[i] = __shfl_sync(kAllLanes, upto[i / 2 * 4 + 2 + i % 2], 28 + lane % 4);
+    for (int i = 0; i < 2; ++i) all[i] = __shfl_sync(kAllLanes, upto[5 + 2 * i], lane | 3);
   }
   // exp(L - l), which is exp(L) of the token before.
-  __device__ Share before(int lane) const {
-    Share x;
+  __device__ Numbers before(int lane) const {
+    Numbers x;
+    const int left = (lane & ~3) | (lane + 3) % 4;
 #pragma unroll
-    for (int n = 0; n < 8; ++n) {
-      const float earlier = __shfl_up_sync(kAllLanes, upto[n], 4);
-      const int lower = n % 2 + n / 4 * 4;
-      const float first = n == lower ? 1.0f : __shfl_sync(kAllLanes, upto[lower], 28 + lane % 4);
-      x[n] = lane < 4 ? first : earlier;
+    for (int row = 0; row < 2; ++row) {
+      const float lower = __shfl_sync(kAllLanes, upto.x[0][2 * row + 1], left);
+      const float upper = __shfl_sync(kAllLanes, upto.x[1][2 * row + 1], left);
+      x.x[0][2 * row] = lane % 4 == 0 ? 1.0f : lower, x.x[0][2 * row + 1] = upto.x[0][2 * row];
+      x.x[1][2 * row] = lane % 4 == 0 ? lower : upper, x.x[1][2 * row + 1] = upto.x[1][2 * row];
     }
     return x;
   }
-  __device__ Share inverse() const {
-    Share x;
+  __device__ Numbers inverse() const {
+    Numbers x;
 #pragma unroll
     for (int n = 0; n < 8; ++n) x[n] = reciprocal_fast(upto[n]);
     return x;
   }
   // exp(-L) P in the last segment, else zero.
-  __device__ Share to_end(const Share& inverse, const Tokens& tokens) const {
-    Share x;
+  __device__ Numbers to_end(const Numbers& inverse, const Resets& resets, int lane) const {
+    Numbers x;
 #pragma unroll
-    for (int n = 0; n < 8; ++n) x[n] = tokens.last[n / 2 % 2] ? inverse[n] * all[n / 4 * 2 + n % 2] : 0.0f;
-    return x;
+    for (int n = 0; n < 8; ++n) x[n] = inverse[n] * all[n / 2 % 2];
+    return last_tokens(x, resets, lane);
   }
 };
 
-// A product of vectors with their decays, as the tensor cores see it, and what rounding to that lost.
-struct Factor {
-  Share exact;
-  Matrix high;
-
-  __device__ Factor(const Matrix& raw, const Share& scale) {
+// A product of vectors with their decays.
+__device__ __forceinline__ Numbers factor(const Left& raw, const Numbers& scale) {
+  Numbers x;
 #pragma unroll
-    for (int n = 0; n < 8; ++n) exact[n] = raw.element(n) * scale[n];
-    high = exact.rounded();
-  }
-  __device__ Matrix low() const {
-    Share lost;
-#pragma unroll
-    for (int n = 0; n < 8; ++n) lost[n] = exact[n] - high.element(n);
-    return lost.rounded();
-  }
-};
-
-// Without the tokens that S_0 does not reach. Rows are tokens.
-__device__ __forceinline__ Matrix first_rows(Matrix x, const Tokens& tokens) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) x.block[i] = tokens.first[i % 2] ? x.block[i] : 0;
-  return x;
-}
-// The same for columns.
-__device__ __forceinline__ Matrix first_columns(Matrix x, const Resets& resets, int lane) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int column = i / 2 * 8 + lane % 4 * 2;
-    x.block[i] &= (resets.first_segment(column) ? 0xffffu : 0u) | (resets.first_segment(column + 1) ? 0xffff0000u : 0u);
-  }
+  for (int n = 0; n < 8; ++n) x[n] = raw.element(n) * scale[n];
   return x;
 }
 
-// Kept where the column's token is of the row's segment and not after the row's token, or before it.
-template <bool STRICT>
-__device__ __forceinline__ void mask_pairs(Sum& sum, const Resets& resets, int lane) {
+// Products of tokens t (rows; TRANSPOSED: columns) with tokens s: kept where s is of t's segment and not after t, or
+// before it.
+template <bool STRICT, bool TRANSPOSED>
+__device__ __forceinline__ void mask_pairs(Numbers& sum, const Resets& resets, int lane) {
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
+  for (int n = 0; n < 8; ++n) {
+    const int row = Numbers::row(n, lane), column = Numbers::column(n, lane);
+    const int t = TRANSPOSED ? column : row, s = TRANSPOSED ? row : column;
+    sum[n] = (STRICT ? s < t : s <= t) ? sum[n] : 0.0f;
+  }
+  if (resets.bits == 0) return;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int t = Sum::row(i, lane), s = Sum::column(half, i, lane);
-      const bool kept = s >= resets.segment_start(t) && (STRICT ? s < t : s <= t);
-      sum.x[half][i] = kept ? sum.x[half][i] : 0.0f;
-    }
+  for (int n = 0; n < 8; ++n) {
+    const int row = Numbers::row(n, lane), column = Numbers::column(n, lane);
+    const int t = TRANSPOSED ? column : row, s = TRANSPOSED ? row : column;
+    sum[n] = s >= resets.segment_start(t) ? sum[n] : 0.0f;
   }
 }
 
-// left right^T of two tiles.
-__device__ __forceinline__ Sum tile_product(const uint8_t* left_tile, const uint8_t* right_tile, int lane) {
-  Sum sum;
-  sum.zero();
+// left right^T of two tiles that lie transposed.
+__device__ __forceinline__ Numbers tile_product(const uint8_t* left_tile, const uint8_t* right_tile, int lane) {
+  Numbers sum, odd;
+  sum.zero(), odd.zero();
 #pragma unroll
   for (int part = 0; part < kSize / 16; ++part) {
-    Matrix left, right;
-    left.load(left_tile + part * kMatrixBytes, lane);
-    right.load(right_tile + part * kMatrixBytes, lane);
-    sum.add_product(left, right);
+    Left left;
+    Right right;
+    left.load_transposed(left_tile + part * kMatrixBytes, lane);
+    right.load_transposed(right_tile + part * kMatrixBytes, lane);
+    (part % 2 ? odd : sum).add_product(left, right);
   }
+  sum.add(odd);
   return sum;
 }
 
 // M_rk with twice the digits: a token's own r and k may be nearly orthogonal, and then its error would be all that is
 // left of their product.
-__device__ __forceinline__ Sum precise_product(const uint8_t* r, const uint8_t* r_low, const uint8_t* k,
-                                               const uint8_t* k_low, int lane) {
-  Sum sum, small;
-  sum.zero(), small.zero();
+__device__ __forceinline__ Numbers precise_product(const uint8_t* left_tile, const uint8_t* left_low_tile,
+                                                   const uint8_t* right_tile, const uint8_t* right_low_tile, int lane) {
+  Numbers sum, small, small_odd;
+  sum.zero(), small.zero(), small_odd.zero();
 #pragma unroll
   for (int part = 0; part < kSize / 16; ++part) {
-    Matrix left, right, left_low, right_low;
-    left.load(r + part * kMatrixBytes, lane);
-    right_low.load(k_low + part * kMatrixBytes, lane);
+    Left left, left_low;
+    Right right, right_low;
+    left.load_transposed(left_tile + part * kMatrixBytes, lane);
+    right_low.load_transposed(right_low_tile + part * kMatrixBytes, lane);
     small.add_product(left, right_low);
-    right.load(k + part * kMatrixBytes, lane);
+    right.load_transposed(right_tile + part * kMatrixBytes, lane);
     sum.add_product(left, right);
-    left_low.load(r_low + part * kMatrixBytes, lane);
-    small.add_product(left_low, right);
+    left_low.load_transposed(left_low_tile + part * kMatrixBytes, lane);
+    small_odd.add_product(left_low, right);
   }
-#pragma unroll
-  for (int n = 0; n < 8; ++n) sum.x[n / 4][n % 4] += small.x[n / 4][n % 4];
+  small.add(small_odd);
+  sum.add(small);
   return sum;
 }
 
-__device__ __forceinline__ void store_rows(float* to, const Sum& sum, int stride, int lane) {
+__device__ __forceinline__ void store_rows(float* to, const Numbers& x, int stride, int lane) {
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-#pragma unroll
-    for (int i = 0; i < 4; i += 2)
-      *reinterpret_cast<float2*>(to + Sum::row(i, lane) * stride + Sum::column(half, i, lane)) =
-          make_float2(sum.x[half][i], sum.x[half][i + 1]);
-  }
+  for (int n = 0; n < 8; n += 2)
+    *reinterpret_cast<float2*>(to + Numbers::row(n, lane) * stride + Numbers::column(n, lane)) =
+        make_float2(x[n], x[n + 1]);
 }
 
-// One warp: T = (1 - m_ab)^-1 and X = T m_ak by rows; lanes 0..15 have the columns of T, the others those of X.
-// m_ab and m_ak: 16 x 16, row-major.
-__device__ __forceinline__ void solve(const float* m_ab, const float* m_ak, int lane, uint8_t* t, uint8_t* x) {
+// One warp: T = (1 - M_ab)^-1 by columns, one per lane; lanes 16..31 have the same again. Stores T^T and what rounding
+// it lost. m_ab: M_ab^T, row-major.
+__device__ __forceinline__ void solve(const float* m_ab, int lane, uint8_t* t, uint8_t* t_low) {
   const int column = lane % kChunk;
-  const bool of_t = lane < kChunk;
   float solution[kChunk];
 #pragma unroll
-  for (int row = 0; row < kChunk; ++row) {
-    float sum = of_t ? (row == column ? 1.0f : 0.0f) : m_ak[row * kChunk + column];
+  for (int row = 0; row < kChunk; ++row) solution[row] = row == column ? 1.0f : 0.0f;
 #pragma unroll
-    for (int s = 0; s < row; s += 4) {
-      const float4 m = *reinterpret_cast<const float4*>(m_ab + row * kChunk + s);
+  for (int s = 0; s < kChunk - 1; ++s) {
+#pragma unroll
+    for (int row = (s + 1) / 4 * 4; row < kChunk; row += 4) {
+      const float4 m = *reinterpret_cast<const float4*>(m_ab + s * kChunk + row);
       const float factors[4] = {m.x, m.y, m.z, m.w};
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        if (s + i < row) sum = fmaf(factors[i], solution[s + i], sum);
+        if (row + i > s) solution[row + i] = fmaf(factors[i], solution[s], solution[row + i]);
     }
-    solution[row] = sum;
   }
-  uint8_t* to = (of_t ? t : x) + column / 8 * 256 + column % 8 * 2;
+  uint8_t* const to = (lane < kChunk ? t : t_low) + column / 8 * 128 + column % 8 * 16;
 #pragma unroll
-  for (int row = 0; row < kChunk; ++row)
-    *reinterpret_cast<uint16_t*>(to + row / 8 * 128 + row % 8 * 16) =
-        static_cast<uint16_t>(pack_bf16(solution[row], 0.0f));
+  for (int half = 0; half < 2; ++half) {
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float low = solution[half * 8 + 2 * i], high = solution[half * 8 + 2 * i + 1];
+      const uint32_t rounded = pack_bf16(low, high);
+      words[i] = lane < kChunk ? rounded : pack_bf16(low - bf16_low(rounded), high - bf16_high(rounded));
+    }
+    *reinterpret_cast<uint4*>(to + half * 256) = make_uint4(words[0], words[1], words[2], words[3]);
+  }
 }
 
 template <bool REVERSE>
-__global__ void __launch_bounds__(kChunkThreads, 7) prepare_kernel(const Wkv7ChunkedArgs args) {
+__global__ void __launch_bounds__(kChunkThreads, kPrepareBlocks) prepare_kernel(const Wkv7ChunkedArgs args) {
   using To = Operands<REVERSE>;
+  // All but the first lie transposed once they are R~, A~, B^ and K^.
   __shared__ alignas(16) uint8_t tile_w[kTileBytes], tile_r[kTileBytes], tile_a[kTileBytes];
   __shared__ alignas(16) uint8_t tile_b[kTileBytes], tile_k[kTileBytes], tile_k_low[kTileBytes];
-  __shared__ alignas(16) uint8_t t[kMatrixBytes], x[kMatrixBytes];
-  __shared__ alignas(16) float m_ab[kChunk * kChunk], m_ak[kChunk * kChunk];
+  __shared__ alignas(16) uint8_t t[kMatrixBytes], t_low[kMatrixBytes];
+  __shared__ alignas(16) float m_ab[kChunk * kChunk];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, at = warp * kMatrixBytes;
   const Place place = place_of_block(args);
   fetch_tile(tile_w, args.w_raw, place);
@@ -465,88 +463,114 @@ __global__ void __launch_bounds__(kChunkThreads, 7) prepare_kernel(const Wkv7Chu
   fetch_tile(tile_k, args.k, place);
   copy_async_commit();
   const Resets resets = place.resets(args, lane);
-  const Tokens tokens(resets, lane);
   const int64_t chunks = args.window_end - args.window_begin, batch_head = place.batch * args.heads + place.head;
-  uint8_t* to = args.operands + (batch_head * chunks + place.chunk - args.window_begin) * To::kBytes;
+  uint8_t* const to = args.operands + (batch_head * chunks + place.chunk - args.window_begin) * To::kBytes;
   copy_async_wait<0>();
   __syncwarp();  // a warp brings in its own columns
 
   uint8_t* const tile_r_low = tile_w;
   {
-    const Decays decays(tile_w + at, place.valid, lane);
-    Matrix raw;
-    raw.load(tile_r + at, lane);
+    Left raw, rounded;
+    raw.load_transposed(tile_w + at, lane);
+    const Decays decays(raw, place.valid, lane);
+    raw.load_transposed(tile_r + at, lane);
+    const Numbers r = factor(raw, decays.upto);
+    rounded = r.left();
     __syncwarp();
-    const Factor r(raw, decays.upto);
-    const Matrix r_low = r.low();
-    r.high.store(tile_r + at, lane);
-    r_low.store(tile_r_low + at, lane);
-    first_rows(r.high, tokens).store(to + (REVERSE ? To::kSecond : To::kRead) + at, lane);
-    if (REVERSE) first_rows(r_low, tokens).store(to + To::kSecondLow + at, lane);
-    raw.load(tile_a + at, lane);
+    store_blocks(tile_r + at, rounded.block, lane);
+    store_blocks(tile_r_low + at, r.remainder(rounded).block, lane);
+    if (REVERSE) {
+      const Numbers reached = first_tokens(r, resets, lane);
+      const Right second = reached.right();
+      second.hand_over(to + To::kSecond + at, lane);
+      reached.remainder(second).hand_over(to + To::kSecondLow + at, lane);
+    } else {
+      first_columns(rounded, resets, lane).store(to + To::kRead + at, lane);
+    }
+    raw.load_transposed(tile_a + at, lane);
+    rounded = factor(raw, decays.before(lane)).left();
     __syncwarp();
-    Factor(raw, decays.before(lane)).high.store(tile_a + at, lane);
-    const Share inverse = decays.inverse(), to_end = decays.to_end(inverse, tokens);
-    raw.load(tile_b + at, lane);
+    store_blocks(tile_a + at, rounded.block, lane);
+    const Numbers inverse = decays.inverse(), to_end = decays.to_end(inverse, resets, lane);
+    raw.load_transposed(tile_b + at, lane);
+    rounded = factor(raw, inverse).left();
     __syncwarp();
-    Factor(raw, inverse).high.store(tile_b + at, lane);
-    Factor(raw, to_end).high.store(to + (REVERSE ? To::kFirst : To::kThird) + at, lane);
-    raw.load(tile_k + at, lane);
+    store_blocks(tile_b + at, rounded.block, lane);
+    if (REVERSE) factor(raw, to_end).left().store(to + To::kFirst + at, lane);
+    else factor(raw, to_end).right().hand_over(to + To::kThird + at, lane);
+    raw.load_transposed(tile_k + at, lane);
+    const Numbers k = factor(raw, inverse);
+    rounded = k.left();
     __syncwarp();
-    const Factor k(raw, inverse);
-    k.high.store(tile_k + at, lane);
-    k.low().store(tile_k_low + at, lane);
+    store_blocks(tile_k + at, rounded.block, lane);
+    store_blocks(tile_k_low + at, k.remainder(rounded).block, lane);
     if (!REVERSE) {
-      const Factor k_bar(raw, to_end);
-      k_bar.high.store(to + To::kSecond + at, lane);
-      k_bar.low().store(to + To::kSecondLow + at, lane);
+      const Numbers k_bar = factor(raw, to_end);
+      const Right second = k_bar.right();
+      second.hand_over(to + To::kSecond + at, lane);
+      k_bar.remainder(second).hand_over(to + To::kSecondLow + at, lane);
     }
-    if (lane < 4) {
-      const float kept = resets.bits == 0 ? 1.0f : 0.0f;
-      *reinterpret_cast<float4*>(to + To::kDecay + (lane * 4 + warp) * 16) =
-          make_float4(kept * decays.all[0], kept * decays.all[1], kept * decays.all[2], kept * decays.all[3]);
+    if (lane % 4 == 0) {
+      float* const decay = reinterpret_cast<float*>(to + To::kDecay) + lane / 8 * 16 + warp * 4 + lane / 4 % 2;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) decay[2 * i] = resets.bits == 0 ? decays.all[i] : 0.0f;
     }
   }
   __syncthreads();
 
+  Right ak, ak_low;  // of the last warp
   if (warp == 0) {
-    Sum sum = tile_product(tile_a, tile_b, lane);
-    mask_pairs<true>(sum, resets, lane);
+    Numbers sum = tile_product(tile_b, tile_a, lane);
+    mask_pairs<true, true>(sum, resets, lane);
     store_rows(m_ab, sum, kChunk, lane);
-    sum = tile_product(tile_a, tile_k, lane);
-    mask_pairs<true>(sum, resets, lane);
-    store_rows(m_ak, sum, kChunk, lane);
-    if (REVERSE) sum.rounded().store(to + To::kAk, lane);
     __syncwarp();
-    solve(m_ab, m_ak, lane, t, x);
-  }
-  if (warp == 1) {
-    Sum sum = tile_product(tile_r, tile_b, lane);
-    mask_pairs<false>(sum, resets, lane);
-    const Matrix rounded = sum.rounded();
-    rounded.store(to + (REVERSE ? To::kMatrix : To::kReadU), lane);
-    if (REVERSE) sum.remainder(rounded).store(to + To::kRbLow, lane);
-  }
-  if (warp == 2) {
-    Sum sum = precise_product(tile_r, tile_r_low, tile_k, tile_k_low, lane);
-    mask_pairs<false>(sum, resets, lane);
-    const Matrix rounded = sum.rounded();
-    rounded.store(to + (REVERSE ? To::kRk : To::kReadV), lane);
-    sum.remainder(rounded).store(to + (REVERSE ? To::kRkLow : To::kReadVLow), lane);
+    solve(m_ab, lane, t, t_low);
+  } else if (warp == 1) {
+    Numbers sum = REVERSE ? tile_product(tile_b, tile_r, lane) : tile_product(tile_r, tile_b, lane);
+    mask_pairs<false, REVERSE>(sum, resets, lane);
+    sum.rounded<REVERSE>().hand_over(to + (REVERSE ? To::kMatrix : To::kReadU), lane);
+  } else if (warp == 2) {
+    Numbers sum = REVERSE ? precise_product(tile_k, tile_k_low, tile_r, tile_r_low, lane)
+                          : precise_product(tile_r, tile_r_low, tile_k, tile_k_low, lane);
+    mask_pairs<false, REVERSE>(sum, resets, lane);
+    sum.rounded<REVERSE>().hand_over(to + (REVERSE ? To::kRk : To::kReadV), lane);
+  } else {
+    Numbers sum = tile_product(tile_k, tile_a, lane);
+    mask_pairs<true, true>(sum, resets, lane);
+    ak = sum.right(), ak_low = sum.remainder(ak);
+    if (REVERSE) ak.hand_over(to + To::kAk, lane);
   }
   __syncthreads();
 
-  Matrix left, right;
-  Sum w;
-  left.load(t, lane);
-  right.load_transposed(tile_a + at, lane);
+  Numbers w;
   w.zero();
-  w.add_product(first_columns(left, resets, lane), right);
-  w.rounded().store(to + (REVERSE ? To::kThird : To::kFirst) + at, lane);
-  if (REVERSE && warp == 1) left.store(to + To::kT, lane);
-  if (warp == 0) {
-    left.load(x, lane);
-    left.store(to + (REVERSE ? To::kX : To::kMatrix), lane);
+  Left left;
+  Right right;
+  if (REVERSE) {
+    left.load(tile_a + at, lane);
+    right.load_transposed(t, lane);
+    if (warp == 1) right.hand_over(to + To::kT, lane);
+    w.add_product(left, first_columns(right, resets, lane));
+  } else {
+    left.load_transposed(t, lane);
+    right.load(tile_a + at, lane);
+    w.add_product(first_columns(left, resets, lane), right);
+  }
+  w.right().hand_over(to + (REVERSE ? To::kThird : To::kFirst) + at, lane);
+  if (REVERSE && warp == 2) {
+    right.load(t, lane);
+    right.hand_over(to + To::kTTransposed, lane);
+  }
+  if (warp == 3) {
+    Numbers x, small;
+    x.zero(), small.zero();
+    left.load_transposed(t, lane);
+    x.add_product(left, ak);
+    small.add_product(left, ak_low);
+    left.load_transposed(t_low, lane);
+    small.add_product(left, ak);
+    x.add(small);
+    x.right().hand_over(to + (REVERSE ? To::kX : To::kMatrix), lane);
   }
 }
 
@@ -586,34 +610,37 @@ __device__ __forceinline__ void carry_state(const Wkv7ChunkedArgs& args, uint8_t
   using From = Operands<REVERSE>;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const ScanPlace<REVERSE, WARPS> place(args, warp);
-  Sum state[C::kParts];
+  Numbers state[C::kParts];
   {
     const float* from = REVERSE ? args.dstate_in : args.state;
     const int64_t at = (place.batch_head * kSize + place.value_block * 16) * kSize;
 #pragma unroll
     for (int part = 0; part < C::kParts; ++part) {
 #pragma unroll
-      for (int i = 0; i < 8; i += 2) {
+      for (int n = 0; n < 8; n += 2) {
         float2 pair = make_float2(0.0f, 0.0f);
         if (from != nullptr)
-          pair = *reinterpret_cast<const float2*>(from + at + Sum::row(i % 4, lane) * kSize + part * 16 +
-                                                  Sum::column(i / 4, 0, lane));
-        state[part].x[i / 4][i % 4] = pair.x, state[part].x[i / 4][i % 4 + 1] = pair.y;
+          pair = *reinterpret_cast<const float2*>(from + at + Numbers::row(n, lane) * kSize + part * 16 +
+                                                  Numbers::column(n, lane));
+        state[part][n] = pair.x, state[part][n + 1] = pair.y;
       }
     }
   }
 
-  Matrix first[C::kParts], values;  // of the next chunk, loaded ahead, as is its matrix
-  Sum u;
+  Right first[C::kParts];  // of the next chunk, loaded ahead, as are its values and matrix
+  Left values;
+  Numbers u;
   const auto load_first = [&](const uint8_t* at) {
 #pragma unroll
-    for (int part = 0; part < C::kParts; ++part) first[part].load(at + From::kFirst + part * kMatrixBytes, lane);
+    for (int part = 0; part < C::kParts; ++part) {
+      if (REVERSE) first[part].load_transposed(at + From::kFirst + part * kMatrixBytes, lane);
+      else first[part].take_over(at + From::kFirst + part * kMatrixBytes, lane);
+    }
   };
   const auto load_values = [&](const uint8_t* at) {
-    Matrix matrix;
+    Right matrix;
     values.load_transposed(at + C::kRowsAt + warp * kMatrixBytes, lane);
-    if (REVERSE) matrix.load_transposed(at + From::kMatrix, lane);
-    else matrix.load(at + From::kMatrix, lane);
+    matrix.take_over(at + From::kMatrix, lane);
     u.zero();
     u.add_product(values, matrix);
   };
@@ -627,16 +654,16 @@ __device__ __forceinline__ void carry_state(const Wkv7ChunkedArgs& args, uint8_t
     const uint8_t* const next = shared + stage * C::kStageBytes;
     uint8_t* const hand = shared + C::kHandAt + (step % 2 * WARPS + warp) * C::kHandBytes;
 
-    Matrix rounded[C::kParts];
-    Sum u_half;
+    Left rounded[C::kParts];
+    Numbers u_half;
     u_half.zero();
-    rounded[0] = state[0].rounded();
+    rounded[0] = state[0].left();
     u.add_product(rounded[0], first[0]);
-    rounded[1] = state[1].rounded();
+    rounded[1] = state[1].left();
     u_half.add_product(rounded[1], first[1]);
-    rounded[2] = state[2].rounded();
+    rounded[2] = state[2].left();
     u.add_product(rounded[2], first[2]);
-    rounded[3] = state[3].rounded();
+    rounded[3] = state[3].left();
     u_half.add_product(rounded[3], first[3]);
 #pragma unroll
     for (int part = 0; part < C::kParts; ++part) rounded[part].hand_over(hand + part * kMatrixBytes, lane);
@@ -650,20 +677,19 @@ __device__ __forceinline__ void carry_state(const Wkv7ChunkedArgs& args, uint8_t
         state[part].x[0][i] *= p.x, state[part].x[0][i + 1] *= p.y;
         state[part].x[1][i] *= p.z, state[part].x[1][i + 1] *= p.w;
       }
-      Matrix second;
-      second.load_transposed(at + From::kSecondLow + part * kMatrixBytes, lane);
+      Right second;
+      second.take_over(at + From::kSecondLow + part * kMatrixBytes, lane);
       state[part].add_product(values, second);
-      second.load_transposed(at + From::kSecond + part * kMatrixBytes, lane);
+      second.take_over(at + From::kSecond + part * kMatrixBytes, lane);
       state[part].add_product(values, second);
     }
 
-#pragma unroll
-    for (int n = 0; n < 8; ++n) u.x[n / 4][n % 4] += u_half.x[n / 4][n % 4];
-    const Matrix u_rounded = u.rounded();
+    u.add(u_half);
+    const Left u_rounded = u.left();
 #pragma unroll
     for (int part = 0; part < C::kParts; ++part) {
-      Matrix third;
-      third.load_transposed(at + From::kThird + part * kMatrixBytes, lane);
+      Right third;
+      third.take_over(at + From::kThird + part * kMatrixBytes, lane);
       state[part].add_product(u_rounded, third);
     }
     if (!REVERSE) u_rounded.hand_over(hand + kTileBytes, lane);
@@ -739,7 +765,8 @@ __device__ __forceinline__ void help_state(const Wkv7ChunkedArgs& args, uint8_t*
                                   : args.starts + (place.batch_head * all_chunks + args.window_begin) * kStateBytes) +
                          place.value_block * kTileBytes;
   const bool save = REVERSE || args.starts != nullptr;
-  Matrix read[C::kParts], read_u, read_v, read_v_low, values;  // of the chunk whose y is next
+  Left read[C::kParts], read_u, read_v;  // of the chunk whose y is next
+  Right values;
   copy_async_wait<C::kStages - 2>();
   __syncthreads();
 
@@ -750,22 +777,21 @@ __device__ __forceinline__ void help_state(const Wkv7ChunkedArgs& args, uint8_t*
       fetcher.next();
       const uint8_t* const hand = shared + C::kHandAt + ((step - 1) % 2 * WARPS + warp) * C::kHandBytes;
       const int64_t local = place.local_chunk(step - 1);
-      Sum y;
+      Numbers y;
       y.zero();
 #pragma unroll
       for (int part = 0; part < C::kParts; ++part) {
-        Matrix rounded;
+        Left rounded;
         rounded.take_over(hand + part * kMatrixBytes, lane);
         if (save) rounded.store(saved + local * kStateBytes + part * kMatrixBytes, lane);
-        if (!REVERSE) y.add_product(read[part], rounded);
+        if (!REVERSE) y.add_product(read[part], rounded.other());
       }
       if (!REVERSE) {
-        Matrix u;
+        Left u;
         u.take_over(hand + kTileBytes, lane);
-        y.add_product(read_v_low, values);
         y.add_product(read_v, values);
-        y.add_product(read_u, u);
-        const Matrix y_rounded = y.rounded();
+        y.add_product(read_u, u.other());
+        const Left y_rounded = y.left();
         const Place chunk(args, place.batch, place.head, args.window_begin + local);
         __nv_bfloat16* const to = args.y + chunk.offset + place.value_block * 16 + lane % 4 * 2;
 #pragma unroll
@@ -780,10 +806,9 @@ __device__ __forceinline__ void help_state(const Wkv7ChunkedArgs& args, uint8_t*
     if (!REVERSE) {
       const uint8_t* const at = shared + stage * C::kStageBytes;
 #pragma unroll
-      for (int part = 0; part < C::kParts; ++part) read[part].load(at + From::kRead + part * kMatrixBytes, lane);
-      read_u.load(at + From::kReadU, lane);
-      read_v.load(at + From::kReadV, lane);
-      read_v_low.load(at + From::kReadVLow, lane);
+      for (int part = 0; part < C::kParts; ++part) read[part].load_transposed(at + From::kRead + part * kMatrixBytes, lane);
+      read_u.take_over(at + From::kReadU, lane);
+      read_v.take_over(at + From::kReadV, lane);
       values.load_transposed(at + C::kRowsAt + warp * kMatrixBytes, lane);
     }
     stage = stage + 1 < C::kStages ? stage + 1 : 0;
@@ -804,10 +829,11 @@ __global__ void __launch_bounds__(Scan<REVERSE, WARPS>::kThreads, WARPS == 4 ? 2
 // Shared memory of a block of `gradients_kernel`.
 struct GradientsShared {
   alignas(16) uint8_t state[kStateBytes], d[kStateBytes];                        // S_0, D_1
-  uint8_t r[kTileBytes], a[kTileBytes], b_hat[kTileBytes], k_hat[kTileBytes];    // R~, A~ without masks, B^, K^
-  uint8_t b_bar[kTileBytes], k_bar[kTileBytes], v[kTileBytes], dy[kTileBytes];
+  uint8_t r[kTileBytes], a[kTileBytes], b_hat[kTileBytes], k_hat[kTileBytes];    // (R~, A~ without masks, B^, K^)^T
+  uint8_t b_bar[kTileBytes], k_bar[kTileBytes], v[kTileBytes], dy[kTileBytes];   // B-^T, K-^T
   uint8_t w_raw[kTileBytes];
   uint8_t u[kTileBytes], dz[kTileBytes];  // transposed: four matrices of 16 values x 16 tokens
+  uint8_t out[4][kMatrixBytes];           // per warp: results on their way to 16 bytes per thread
   union {
     struct {
       uint8_t m_rb[kMatrixBytes];
@@ -817,15 +843,14 @@ struct GradientsShared {
       uint8_t dm_ab[2][kMatrixBytes], dm_ak[2][kMatrixBytes], dm_rb[2][kMatrixBytes], dm_rk[2][kMatrixBytes];
     };
   };
-  uint8_t out[4][kMatrixBytes];  // per warp: results on their way to 16 bytes per thread
 
   __device__ const uint8_t* matrix(int offset) const { return of_tokens + offset - Operands<true>::kT; }
 };
 
-// Writes the results for 16 tokens and this warp's 16 columns. All lanes of the warp call it.
-__device__ __forceinline__ void write_rows(__nv_bfloat16* to, const Place& place, const Matrix& x, uint8_t* scratch) {
+// Writes the results for 16 tokens (columns) and this warp's 16 keys or values. All lanes of the warp call it.
+__device__ __forceinline__ void write_rows(__nv_bfloat16* to, const Place& place, const Numbers& x, uint8_t* scratch) {
   const int lane = threadIdx.x % 32, token = threadIdx.x % kChunk;
-  x.store(scratch, lane);
+  store_blocks_transposed(scratch, x.left().block, lane);
   __syncwarp();
   if (token < place.valid)
     *reinterpret_cast<uint4*>(to + place.offset + token * place.stride + threadIdx.x / kChunk * 8) =
@@ -833,223 +858,213 @@ __device__ __forceinline__ void write_rows(__nv_bfloat16* to, const Place& place
   __syncwarp();
 }
 
-// Values of this warp: dU, dZ, U, which stay in shared memory, and dV, which is written.
+// Values of this warp: dU, dZ, U, which stay in shared memory, and dV, which is written. Rows are values.
 __device__ __forceinline__ void value_gradients(const Wkv7ChunkedArgs& args, GradientsShared& shared,
                                                 const Place& place, const Resets& resets) {
   using From = Operands<true>;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, at = warp * kMatrixBytes;
-  Matrix dy, left, right;
-  Sum du, du_state, z, dv;
+  Left left;
+  Right right;
+  Numbers du, du_state, z, dv;
   du.zero(), du_state.zero(), z.zero(), dv.zero();
-  dy.load_transposed(shared.dy + at, lane);
-  right.load_transposed(shared.matrix(From::kRbLow), lane);
-  du.add_product(dy, right);
-  right.load_transposed(shared.m_rb, lane);
-  du.add_product(dy, right);
-  left.load_transposed(shared.matrix(From::kRkLow), lane);
-  dv.add_product(left, dy);
-  left.load_transposed(shared.matrix(From::kRk), lane);
-  dv.add_product(left, dy);
-#pragma unroll 2
+  left.load_transposed(shared.dy + at, lane);
+  right.take_over(shared.m_rb, lane);
+  du.add_product(left, right);
+  right.take_over(shared.matrix(From::kRk), lane);
+  dv.add_product(left, right);
+#pragma unroll
   for (int part = 0; part < kSize / 16; ++part) {
-    Matrix d;
+    Left d;
     d.load(shared.d + warp * kTileBytes + part * kMatrixBytes, lane);
-    right.load(shared.b_bar + part * kMatrixBytes, lane);
+    right.load_transposed(shared.b_bar + part * kMatrixBytes, lane);
     du_state.add_product(d, right);
-    left.load(shared.k_bar + part * kMatrixBytes, lane);
-    dv.add_product(left, d);
+    right.load_transposed(shared.k_bar + part * kMatrixBytes, lane);
+    dv.add_product(d, right);
     left.load(shared.state + warp * kTileBytes + part * kMatrixBytes, lane);
-    right.load(shared.a + part * kMatrixBytes, lane);
+    right.load_transposed(shared.a + part * kMatrixBytes, lane);
     z.add_product(left, right);
   }
-#pragma unroll
-  for (int n = 0; n < 8; ++n) du.x[n / 4][n % 4] += du_state.x[n / 4][n % 4];
+  du.add(du_state);
 
-  Sum dz, u;
+  Numbers dz, u;
   dz.zero(), u.zero();
-  right.load_transposed(shared.matrix(From::kT), lane);
-  dz.add_product(du.rounded(), right);
-  const Matrix dz_rounded = dz.rounded();
-  dz_rounded.store(shared.dz + at, lane);
-  left.load_transposed(shared.matrix(From::kAk), lane);
-  dv.add_product(left, dz_rounded);
+  right.take_over(shared.matrix(From::kTTransposed), lane);
+  dz.add_product(du.left(), right);
+  const Left dz_rounded = dz.left();
+  store_blocks(shared.dz + at, dz_rounded.block, lane);
+  right.take_over(shared.matrix(From::kAk), lane);
+  dv.add_product(dz_rounded, right);
 
   left.load_transposed(shared.v + at, lane);
-  right.load(shared.matrix(From::kX), lane);
+  right.take_over(shared.matrix(From::kX), lane);
   u.add_product(left, right);
-  right.load(shared.matrix(From::kT), lane);
-  u.add_product(first_columns(z.rounded(), resets, lane), right);
-  u.rounded().store(shared.u + at, lane);
-  write_rows(args.dv, place, dv.rounded(), shared.out[warp]);
-}
-
-// Stores a sum and what rounding it lost.
-__device__ __forceinline__ void store_both(uint8_t (&to)[2][kMatrixBytes], const Sum& sum, int lane) {
-  const Matrix rounded = sum.rounded();
-  rounded.store(to[0], lane);
-  sum.remainder(rounded).store(to[1], lane);
+  right.take_over(shared.matrix(From::kT), lane);
+  u.add_product(first_columns(z.left(), resets, lane), right);
+  store_blocks(shared.u + at, u.left().block, lane);
+  write_rows(args.dv, place, dv, shared.out[warp]);
 }
 
 // Gradients of the products of tokens; each warp makes one of the four.
 __device__ __forceinline__ void pair_gradients(GradientsShared& shared, const Resets& resets) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const bool of_dz = warp < 2, of_u = warp % 2 == 0;
-  Sum sum, sum_odd;
-  sum.zero(), sum_odd.zero();
+  Numbers sum, odd;
+  sum.zero(), odd.zero();
 #pragma unroll
   for (int part = 0; part < kSize / 16; ++part) {
-    Matrix left, right;
+    Left left;
+    Right right;
     if (of_dz) left.load_transposed(shared.dz + part * kMatrixBytes, lane);
     else left.load(shared.dy + part * kMatrixBytes, lane);
     if (of_u) right.load_transposed(shared.u + part * kMatrixBytes, lane);
     else right.load(shared.v + part * kMatrixBytes, lane);
-    (part % 2 ? sum_odd : sum).add_product(left, right);
+    (part % 2 ? odd : sum).add_product(left, right);
   }
-#pragma unroll
-  for (int n = 0; n < 8; ++n) sum.x[n / 4][n % 4] += sum_odd.x[n / 4][n % 4];
-  if (of_dz) mask_pairs<true>(sum, resets, lane);
-  else mask_pairs<false>(sum, resets, lane);
-  store_both(of_dz ? (of_u ? shared.dm_ab : shared.dm_ak) : (of_u ? shared.dm_rb : shared.dm_rk), sum, lane);
+  sum.add(odd);
+  if (of_dz) mask_pairs<true, false>(sum, resets, lane);
+  else mask_pairs<false, false>(sum, resets, lane);
+  uint8_t(&to)[2][kMatrixBytes] = of_dz ? (of_u ? shared.dm_ab : shared.dm_ak) : (of_u ? shared.dm_rb : shared.dm_rk);
+  const Left rounded = sum.left();
+  store_blocks(to[0], rounded.block, lane);
+  store_blocks(to[1], sum.remainder(rounded).block, lane);
 }
 
-// The gradients of r, w_raw, k, a, b for a warp's 16 key columns.
+// The gradients of r, w_raw, k, a, b for a warp's 16 key columns. Rows are keys.
 struct KeyGradients {
   const Wkv7ChunkedArgs& args;
   GradientsShared& shared;
   const Place& place;
   const Resets resets;
   const int thread, lane, warp, at;
-  Share earlier, later, own;  // of dl: terms summed over earlier and over later tokens, and the rest
+  Numbers sum;       // of dl: terms of a token, to be summed over the earlier ones
+  float through[2];  // of the lane's keys: what S_0 contributes to all dl that it reaches
 
   __device__ KeyGradients(const Wkv7ChunkedArgs& args_, GradientsShared& shared_, const Place& place_,
                           const Resets& resets_)
       : args(args_), shared(shared_), place(place_), resets(resets_), thread(thread_again()), lane(thread % 32),
         warp(thread / 32), at(thread / 32 * kMatrixBytes) {}
 
-  // sum += left right^T. left: a 16 x 16 matrix that lies as it is or transposed.
+  // x += (tile's rows of this warp) pairs, or times their transpose.
   template <bool TRANSPOSED>
-  __device__ void add_left(Sum& sum, const uint8_t* left_matrix, const Matrix& right) {
-    Matrix left;
-    if (TRANSPOSED) left.load_transposed(left_matrix, lane);
-    else left.load(left_matrix, lane);
-    sum.add_product(left, right);
-  }
-  // sum += pairs times the warp's columns of a tile.
-  template <bool TRANSPOSED>
-  __device__ void add_pairs(Sum& sum, const uint8_t (&pairs)[2][kMatrixBytes], const uint8_t* tile) {
-    Matrix right;
-    right.load_transposed(tile + at, lane);
-    add_left<TRANSPOSED>(sum, pairs[1], right);
-    add_left<TRANSPOSED>(sum, pairs[0], right);
+  __device__ void add_pairs(Numbers& x, const uint8_t (&pairs)[2][kMatrixBytes], const uint8_t* tile) {
+    Left left;
+    left.load(tile + at, lane);
+#pragma unroll
+    for (int i = 1; i >= 0; --i) {
+      Right right;
+      if (TRANSPOSED) right.load_transposed(pairs[i], lane);
+      else right.load(pairs[i], lane);
+      x.add_product(left, right);
+    }
   }
 
-  // One of b and k: what D_1 contributes, and what the tokens do; takes both from `earlier` and writes the gradient.
-  __device__ void finish_b_or_k(const Decays& decays, const Sum& of_state, const Sum& of_pairs, const uint8_t* hat,
+  // One of b and k: `x` is what D_1 contributes.
+  __device__ void finish_b_or_k(const Decays& decays, Numbers x, const Numbers& pairs, const uint8_t* hat,
                                 const uint8_t* bar, __nv_bfloat16* to) {
-    const Tokens tokens(resets, lane);
-    Matrix factor, factor_bar;
+    Left factor, factor_bar;
     factor.load(hat + at, lane);
     factor_bar.load(bar + at, lane);
-    const Share inverse = decays.inverse(), to_end = decays.to_end(inverse, tokens);
-    Share result;
+    x = last_tokens(x, resets, lane);
+    Numbers result;
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
-      const float state_term = of_state.x[n / 4][n % 4], pair_term = of_pairs.x[n / 4][n % 4];
-      earlier[n] -= factor.element(n) * pair_term + factor_bar.element(n) * state_term;
-      result[n] = inverse[n] * pair_term + to_end[n] * state_term;
+      sum[n] -= factor.element(n) * pairs[n] + factor_bar.element(n) * x[n];
+      result[n] = reciprocal_fast(decays.upto[n]) * (pairs[n] + decays.all[n / 2 % 2] * x[n]);
     }
-    write_rows(to, place, result.rounded(), shared.out[warp]);
+    write_rows(to, place, result, shared.out[warp]);
   }
 
   __device__ void of_b_and_k(const Decays& decays) {
-    Sum b_state, k_state, b_pairs, k_pairs;
-    b_state.zero(), k_state.zero(), b_pairs.zero(), k_pairs.zero();
-#pragma unroll 2
-    for (int part = 0; part < kSize / 16; ++part) {
-      Matrix d;
-      d.load_transposed(shared.d + part * kTileBytes + at, lane);
-      add_left<true>(b_state, shared.u + part * kMatrixBytes, d);
-      add_left<false>(k_state, shared.v + part * kMatrixBytes, d);
-    }
+    Numbers b, k, both, pairs;  // from D_1: gradients of B- and K-; S_0^T D_1, whose diagonal is colsum(S_0 * D_1)
+    b.zero(), k.zero(), both.zero();
 #pragma unroll
-    for (int n = 0; n < 8; ++n) earlier[n] = 0.0f;
-    add_pairs<true>(b_pairs, shared.dm_ab, shared.a);
-    add_pairs<true>(b_pairs, shared.dm_rb, shared.r);
-    finish_b_or_k(decays, b_state, b_pairs, shared.b_hat, shared.b_bar, args.db);
-    add_pairs<true>(k_pairs, shared.dm_ak, shared.a);
-    add_pairs<true>(k_pairs, shared.dm_rk, shared.r);
-    finish_b_or_k(decays, k_state, k_pairs, shared.k_hat, shared.k_bar, args.dk);
+    for (int part = 0; part < kSize / 16; ++part) {
+      Left d, state;
+      Right right;
+      d.load_transposed(shared.d + part * kTileBytes + at, lane);
+      right.load_transposed(shared.u + part * kMatrixBytes, lane);
+      b.add_product(d, right);
+      right.load(shared.v + part * kMatrixBytes, lane);
+      k.add_product(d, right);
+      state.load_transposed(shared.state + part * kTileBytes + at, lane);
+      both.add_product(state, d.other());
+    }
+    const int own = (lane & ~3) | lane / 8;  // the lane that has the diagonal's element of this lane's keys
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float element = lane / 4 % 2 ? both.x[i][2 * i + 1] : both.x[i][2 * i];
+      through[i] = resets.bits == 0 ? decays.all[i] * __shfl_sync(kAllLanes, element, own) : 0.0f;
+    }
+    sum.zero(), pairs.zero();
+    add_pairs<true>(pairs, shared.dm_ab, shared.a);
+    add_pairs<true>(pairs, shared.dm_rb, shared.r);
+    finish_b_or_k(decays, b, pairs, shared.b_hat, shared.b_bar, args.db);
+    pairs.zero();
+    add_pairs<true>(pairs, shared.dm_ak, shared.a);
+    add_pairs<true>(pairs, shared.dm_rk, shared.r);
+    finish_b_or_k(decays, k, pairs, shared.k_hat, shared.k_bar, args.dk);
   }
 
-  __device__ void of_r_and_a(const Decays& decays) {
-    const Tokens tokens(resets, lane);
-    Sum r_state, a_state, r_pairs, a_pairs;
-    r_state.zero(), a_state.zero(), r_pairs.zero(), a_pairs.zero();
-#pragma unroll 2
-    for (int part = 0; part < kSize / 16; ++part) {
-      Matrix state;
-      state.load_transposed(shared.state + part * kTileBytes + at, lane);
-      add_left<false>(r_state, shared.dy + part * kMatrixBytes, state);
-      add_left<true>(a_state, shared.dz + part * kMatrixBytes, state);
-    }
-    Matrix factor;
-    Share result;
-    add_pairs<false>(r_pairs, shared.dm_rb, shared.b_hat);
-    add_pairs<false>(r_pairs, shared.dm_rk, shared.k_hat);
-    factor.load(shared.r + at, lane);
+  // One of r and a: `x` is what S_0 contributes, and then the sum with what tokens do. Returns its product with `tile`.
+  template <bool OF_R>
+  __device__ Numbers finish_r_or_a(Numbers& x, const Numbers& scale, const uint8_t* tile, __nv_bfloat16* to) {
+    Left factor;
+    factor.load(tile + at, lane);
+#pragma unroll
+    for (int n = 0; n < 8; ++n) through[n / 2 % 2] += factor.element(n) * x[n];
+    add_pairs<false>(x, OF_R ? shared.dm_rb : shared.dm_ab, shared.b_hat);
+    add_pairs<false>(x, OF_R ? shared.dm_rk : shared.dm_ak, shared.k_hat);
+    Numbers result, product;
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
-      const float state_term = tokens.first[n / 2 % 2] ? r_state.x[n / 4][n % 4] : 0.0f;
-      const float pair_term = r_pairs.x[n / 4][n % 4];
-      result[n] = decays.upto[n] * (state_term + pair_term);
-      later[n] = factor.element(n) * state_term;
-      earlier[n] += factor.element(n) * pair_term;
+      result[n] = scale[n] * x[n];
+      product[n] = factor.element(n) * x[n];
     }
-    write_rows(args.dr, place, result.rounded(), shared.out[warp]);
-    add_pairs<false>(a_pairs, shared.dm_ab, shared.b_hat);
-    add_pairs<false>(a_pairs, shared.dm_ak, shared.k_hat);
-    factor.load(shared.a + at, lane);
-    const Share before = decays.before(lane);
-#pragma unroll
-    for (int n = 0; n < 8; ++n) {
-      const float state_term = tokens.first[n / 2 % 2] ? a_state.x[n / 4][n % 4] : 0.0f;
-      const float pair_term = a_pairs.x[n / 4][n % 4];
-      result[n] = before[n] * (state_term + pair_term);
-      later[n] += factor.element(n) * state_term;
-      own[n] = earlier[n] - factor.element(n) * state_term;
-      earlier[n] += factor.element(n) * pair_term;
-    }
-    write_rows(args.da, place, result.rounded(), shared.out[warp]);
+    write_rows(to, place, result, shared.out[warp]);
+    return product;
   }
 
-  __device__ void of_w_raw(const Decays& decays) {
-    const Tokens tokens(resets, lane);
-    Sum both;  // S_0^T D_1, whose diagonal is colsum(S_0 * D_1)
-    both.zero();
+  __device__ void of_r_and_a_and_w(const Decays& decays) {
+    Numbers r, a;  // from S_0: gradients of R~ and A~
+    r.zero(), a.zero();
 #pragma unroll 2
     for (int part = 0; part < kSize / 16; ++part) {
-      Matrix state, d;
+      Left state;
+      Right right;
       state.load_transposed(shared.state + part * kTileBytes + at, lane);
-      d.load_transposed(shared.d + part * kTileBytes + at, lane);
-      both.add_product(state, d);
+      right.load(shared.dy + part * kMatrixBytes, lane);
+      r.add_product(state, right);
+      right.load_transposed(shared.dz + part * kMatrixBytes, lane);
+      a.add_product(state, right);
     }
-    float decay[4];  // of this lane's columns; element (c, c) lies in lane 4 (c % 8) + c % 8 / 2
+    r = first_tokens(r, resets, lane), a = first_tokens(a, resets, lane);
+    if (lane % 4 != 0) through[0] = through[1] = 0.0f;  // once in the sum over lanes
+    sum.add(finish_r_or_a<true>(r, decays.upto, shared.r, args.dr));
+    const Numbers own = sum;
+    sum.add(finish_r_or_a<false>(a, decays.before(lane), shared.a, args.da));
+    int start[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      decay[i] = decays.all[i] * __shfl_sync(kAllLanes, both.x[i / 2][i / 2 * 2 + i % 2], lane % 4 * 9 + i % 2 * 4);
-    earlier.sum_from(tokens.start, lane);
-    later.sum_to_end(lane);
-    Matrix raw;
-    raw.load(shared.w_raw + at, lane);
-    Share result;
+    for (int i = 0; i < 4; ++i) start[i] = resets.segment_start(i / 2 * 8 + lane % 4 * 2 + i % 2);
+    sum.sum_tokens(start, lane);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      through[i] += __shfl_xor_sync(kAllLanes, through[i], 1);
+      through[i] += __shfl_xor_sync(kAllLanes, through[i], 2);
+    }
+    Numbers reached;
+#pragma unroll
+    for (int n = 0; n < 8; ++n) reached[n] = through[n / 2 % 2];
+    reached = first_tokens(reached, resets, lane);
+    Left w_raw;
+    w_raw.load_transposed(shared.w_raw + at, lane);
+    Numbers result;
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
-      const float through = resets.bits == 0 ? decay[n / 4 * 2 + n % 2] : 0.0f;
-      const float dl = own[n] - earlier[n] + (tokens.first[n / 2 % 2] ? through + later[n] : 0.0f);
-      const float power = exp2_fast(fminf(-kLog2E * raw.element(n), 60.0f)), sigmoid = reciprocal_fast(1.0f + power);
+      const float dl = reached[n] + (own[n] - sum[n]);
+      const float power = exp2_fast(fminf(-kLog2E * w_raw.element(n), 60.0f)), sigmoid = reciprocal_fast(1.0f + power);
       result[n] = -kLogDecayScale * (sigmoid * (sigmoid * power)) * dl;
     }
-    write_rows(args.dw_raw, place, result.rounded(), shared.out[warp]);
+    write_rows(args.dw_raw, place, result, shared.out[warp]);
   }
 };
 
@@ -1081,28 +1096,29 @@ __global__ void __launch_bounds__(kChunkThreads, kGradientsBlocks) gradients_ker
     }
     const int part = threadIdx.x * 16;
     copy_async(shared.of_tokens + part, matrices + From::kT + part, true);
-    if (warp < 2) copy_async(shared.of_tokens + kTileBytes + part, matrices + From::kT + kTileBytes + part, true);
-    if (warp == 2) copy_async(shared.m_rb + lane * 16, matrices + From::kMatrix + lane * 16, true);
+    if (warp == 0) copy_async(shared.of_tokens + kTileBytes + part, matrices + From::kT + kTileBytes + part, true);
+    if (warp == 1) copy_async(shared.m_rb + lane * 16, matrices + From::kMatrix + lane * 16, true);
   }
   copy_async_commit();
   const Resets resets = place.resets(args, lane);
-  const Tokens tokens(resets, lane);
   copy_async_wait<1>();
   __syncwarp();  // a warp brings in its own columns
 
-  const Decays decays(shared.w_raw + at, place.valid, lane);
+  Left w_raw;
+  w_raw.load_transposed(shared.w_raw + at, lane);
+  const Decays decays(w_raw, place.valid, lane);
   {
-    Matrix r, a, b, k;
-    r.load(shared.r + at, lane), a.load(shared.a + at, lane);
-    b.load(shared.b_hat + at, lane), k.load(shared.k_hat + at, lane);
+    Left r, a, b, k;
+    r.load_transposed(shared.r + at, lane), a.load_transposed(shared.a + at, lane);
+    b.load_transposed(shared.b_hat + at, lane), k.load_transposed(shared.k_hat + at, lane);
     __syncwarp();
-    Factor(r, decays.upto).high.store(shared.r + at, lane);
-    Factor(a, decays.before(lane)).high.store(shared.a + at, lane);
-    const Share inverse = decays.inverse(), to_end = decays.to_end(inverse, tokens);
-    Factor(b, inverse).high.store(shared.b_hat + at, lane);
-    Factor(b, to_end).high.store(shared.b_bar + at, lane);
-    Factor(k, inverse).high.store(shared.k_hat + at, lane);
-    Factor(k, to_end).high.store(shared.k_bar + at, lane);
+    store_blocks(shared.r + at, factor(r, decays.upto).left().block, lane);
+    store_blocks(shared.a + at, factor(a, decays.before(lane)).left().block, lane);
+    const Numbers inverse = decays.inverse(), to_end = decays.to_end(inverse, resets, lane);
+    store_blocks(shared.b_hat + at, factor(b, inverse).left().block, lane);
+    store_blocks(shared.b_bar + at, factor(b, to_end).left().block, lane);
+    store_blocks(shared.k_hat + at, factor(k, inverse).left().block, lane);
+    store_blocks(shared.k_bar + at, factor(k, to_end).left().block, lane);
   }
   copy_async_wait<0>();
   __syncthreads();
@@ -1112,8 +1128,7 @@ __global__ void __launch_bounds__(kChunkThreads, kGradientsBlocks) gradients_ker
   __syncthreads();
   KeyGradients gradients(args, shared, place, resets.again());
   gradients.of_b_and_k(decays);
-  gradients.of_r_and_a(decays);
-  gradients.of_w_raw(decays);
+  gradients.of_r_and_a_and_w(decays);
 }
 
 }  // namespace wkv7

@@ -35,6 +35,9 @@ __device__ __forceinline__ float reciprocal_fast(float x) {
   return y;
 }
 
+// Rows of four 8 x 8 blocks, one per lane: the same row when the two middle blocks change places.
+__device__ __forceinline__ int other_order(int lane) { return (lane & 7) | (lane & 8) << 1 | (lane & 16) >> 1; }
+
 // d [16,8] += a [16,16] b [16,8]. `b` is given by its transpose [8,16]: two blocks of a row.
 __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   WKV7_ASM("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -58,6 +61,39 @@ __device__ __forceinline__ void load_blocks_transposed(uint32_t (&to)[4], const 
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
                : "r"(address)
                : "memory");
+}
+
+// Stores the four 8 x 8 blocks of a 16 x 16 matrix, each row-major, one after the other.
+__device__ __forceinline__ void store_blocks(uint8_t* to, const uint32_t (&from)[4], int lane) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(to + lane * 16));
+  WKV7_ASM_MEMORY("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(from[0]),
+                  "r"(from[1]), "r"(from[2]), "r"(from[3])
+                  : "memory");
+#else
+#pragma unroll
+  for (int i = 0; i < 4; ++i) *reinterpret_cast<uint32_t*>(to + i * 128 + lane * 4) = from[i];
+#endif
+}
+
+__device__ __forceinline__ uint32_t transposed_block(uint32_t block) {
+  uint32_t to = 0;
+  WKV7_ASM_MEMORY("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(to) : "r"(block));
+  return to;
+}
+
+// The same for the transpose of the matrix, whose blocks are (0,0) (1,0) (0,1) (1,1).
+__device__ __forceinline__ void store_blocks_transposed(uint8_t* to, const uint32_t (&from)[4], int lane) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(to + other_order(lane) * 16));
+  WKV7_ASM_MEMORY("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(from[0]),
+                  "r"(from[1]), "r"(from[2]), "r"(from[3])
+                  : "memory");
+#else
+  const uint32_t to_blocks[4] = {transposed_block(from[0]), transposed_block(from[2]), transposed_block(from[1]),
+                                 transposed_block(from[3])};
+  store_blocks(to, to_blocks, lane);
+#endif
 }
 
 // 16 bytes from global to shared memory, in the background; zeros if not `valid`.

@@ -20,7 +20,7 @@ OLDEST_ARCH = 80
 STARTS_DTYPE = torch.bfloat16
 """Of the saved states [B,H,windows,N,N]. Their elements lie in the kernels' own order."""
 
-OPERANDS_BYTES = (12544, 12032)
+OPERANDS_BYTES = (12032, 11520)
 """Working memory per window of one head: forward, backward (`Operands` in chunked.cuh)."""
 
 BUFFERS = (2, 3)
