@@ -36,6 +36,7 @@ int64_t chunk_blocks(const Wkv7ChunkedArgs& args) {
 
 template <bool REVERSE>
 int prepare(const Wkv7ChunkedArgs& args, cudaStream_t stream) {
+  if (args.warps == 4) return cudaSuccess;  // `scan` does it
   return launch(prepare_kernel<REVERSE>, chunk_blocks(args), kChunkThreads, 0, args, stream);
 }
 
@@ -60,7 +61,7 @@ int gradients(const Wkv7ChunkedArgs& args, cudaStream_t stream) {
   return launch(gradients_kernel, chunk_blocks(args), kChunkThreads, sizeof(GradientsShared), args, stream);
 }
 
-// Pieces of `operands` and `ends` that are in use at once: one is prepared, one scanned, one (backward) finished.
+// Pieces of `operands`, `pairs` and `ends` that are in use at once: one is prepared, one scanned, one (backward) finished.
 template <bool REVERSE>
 constexpr int kBuffers = REVERSE ? 3 : 2;
 
@@ -80,7 +81,7 @@ Wkv7ChunkedArgs piece_of(const Wkv7ChunkedArgs& args, int64_t index) {
   }
   const int64_t chunks = buffer * args.batch * args.heads * args.piece;
   part.operands = args.operands + chunks * Operands<REVERSE>::kBytes;
-  if (REVERSE) part.ends = args.ends + chunks * kStateBytes;
+  if (REVERSE) part.pairs = args.pairs + chunks * Pairs::kBytes, part.ends = args.ends + chunks * kStateBytes;
   return part;
 }
 
@@ -181,7 +182,10 @@ int64_t wkv7_chunked_shared_bytes() {
 // Bytes of `operands` per chunk of a head.
 int64_t wkv7_chunked_operands_bytes(int backward) { return backward ? Operands<true>::kBytes : Operands<false>::kBytes; }
 
-// Pieces that `operands` and `ends` must have room for, if there are as many.
+// Bytes of `pairs` per chunk of a head.
+int64_t wkv7_chunked_pairs_bytes() { return Pairs::kBytes; }
+
+// Pieces that `operands`, `pairs` and `ends` must have room for, if there are as many.
 int64_t wkv7_chunked_buffers(int backward) { return backward ? kBuffers<true> : kBuffers<false>; }
 
 int wkv7_chunked_forward(int device, int head_size, int dtype, const Wkv7ChunkedArgs* args, void* stream) {

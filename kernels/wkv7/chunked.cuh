@@ -61,7 +61,8 @@ struct Wkv7ChunkedArgs {
   const float* dstate_in;  // [B,H,64,64] gradient of the state after window_end, or null: zero; may be dstate
   __nv_bfloat16 *dr, *dw_raw, *dk, *dv, *da, *db;
   float* dstate;           // [B,H,64,64] gradient of the state before window_begin
-  uint8_t* operands;       // per buffer [B,H,piece,Operands<REVERSE>::kBytes]
+  uint8_t* operands;       // per buffer [B,H,piece,Operands<REVERSE>::kBytes]; unused with 4 warps
+  uint8_t* pairs;          // per buffer [B,H,piece,Pairs::kBytes]                         backward
   uint8_t* ends;           // per buffer [B,H,piece,64,64] bfloat16 in blocks: D_1              backward
   int64_t batch, tokens, heads;
   int64_t window_begin, window_end;  // the chunks this call (of a kernel: this piece) goes through
@@ -243,13 +244,18 @@ struct Operands {
   static constexpr int kRead = kDecay + kSize * 4;     // R~, its transpose in blocks    forward only, as the next two
   static constexpr int kReadU = kRead + kTileBytes;    // M_rb, left operand
   static constexpr int kReadV = kReadU + kMatrixBytes;  // M_rk, left operand
-  static constexpr int kScanBytes = REVERSE ? kRead : kReadV + kMatrixBytes;  // what follows is for `gradients`
-  static constexpr int kT = kRead;  // reverse only, as the rest
+  static constexpr int kBytes = REVERSE ? kRead : kReadV + kMatrixBytes;
+};
+
+// What `gradients` needs of the products of a chunk's tokens, all as right operands are handed over.
+struct Pairs {
+  static constexpr int kRb = 0;  // M_rb^T
+  static constexpr int kT = kRb + kMatrixBytes;
   static constexpr int kTTransposed = kT + kMatrixBytes;
   static constexpr int kX = kTTransposed + kMatrixBytes;
-  static constexpr int kAk = kX + kMatrixBytes;  // M_ak^T
+  static constexpr int kAk = kX + kMatrixBytes;   // M_ak^T
   static constexpr int kRk = kAk + kMatrixBytes;  // M_rk^T
-  static constexpr int kBytes = REVERSE ? kRk + kMatrixBytes : kScanBytes;
+  static constexpr int kBytes = kRk + kMatrixBytes;
 };
 
 // Of a block that works on one chunk, thread i brings in columns 8 (i / 16) to 8 (i / 16) + 7 of token i % 16: 16
@@ -446,39 +452,37 @@ __device__ __forceinline__ void solve(const float* m_ab, int lane, uint8_t* t, u
   }
 }
 
+// Makes the operands of a chunk, by four warps. They have to meet between one stage and the next.
 template <bool REVERSE>
-__global__ void __launch_bounds__(kChunkThreads, kPrepareBlocks) prepare_kernel(const Wkv7ChunkedArgs args) {
+struct Preparation {
   using To = Operands<REVERSE>;
-  // All but the first lie transposed once they are R~, A~, B^ and K^.
-  __shared__ alignas(16) uint8_t tile_w[kTileBytes], tile_r[kTileBytes], tile_a[kTileBytes];
-  __shared__ alignas(16) uint8_t tile_b[kTileBytes], tile_k[kTileBytes], tile_k_low[kTileBytes];
-  __shared__ alignas(16) uint8_t t[kMatrixBytes], t_low[kMatrixBytes];
-  __shared__ alignas(16) float m_ab[kChunk * kChunk];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, at = warp * kMatrixBytes;
-  const Place place = place_of_block(args);
-  fetch_tile(tile_w, args.w_raw, place);
-  fetch_tile(tile_r, args.r, place);
-  fetch_tile(tile_a, args.a, place);
-  fetch_tile(tile_b, args.b, place);
-  fetch_tile(tile_k, args.k, place);
-  copy_async_commit();
-  const Resets resets = place.resets(args, lane);
-  const int64_t chunks = args.window_end - args.window_begin, batch_head = place.batch * args.heads + place.head;
-  uint8_t* const to = args.operands + (batch_head * chunks + place.chunk - args.window_begin) * To::kBytes;
-  copy_async_wait<0>();
-  __syncwarp();  // a warp brings in its own columns
 
-  uint8_t* const tile_r_low = tile_w;
-  {
+  struct Shared {
+    // As they come; but for the first, then R~^T, A~^T, B^^T, K^^T.
+    alignas(16) uint8_t w[kTileBytes], r[kTileBytes], a[kTileBytes], b[kTileBytes], k[kTileBytes];
+    uint8_t k_low[kTileBytes], t[kMatrixBytes], t_low[kMatrixBytes];  // what rounding K^ lost; T^T
+    float m_ab[kChunk * kChunk];
+  };
+
+  Shared& shared;
+  const int lane, warp, at;
+  Resets resets;
+
+  __device__ Preparation(Shared& shared_, int lane_, int warp_)
+      : shared(shared_), lane(lane_), warp(warp_), at(warp_ * kMatrixBytes) {}
+
+  // For the warp's key columns, which it alone has brought in.
+  __device__ void factors(int valid, uint8_t* to) const {
+    uint8_t* const r_low = shared.w;
     Left raw, rounded;
-    raw.load_transposed(tile_w + at, lane);
-    const Decays decays(raw, place.valid, lane);
-    raw.load_transposed(tile_r + at, lane);
+    raw.load_transposed(shared.w + at, lane);
+    const Decays decays(raw, valid, lane);
+    raw.load_transposed(shared.r + at, lane);
     const Numbers r = factor(raw, decays.upto);
     rounded = r.left();
     __syncwarp();
-    store_blocks(tile_r + at, rounded.block, lane);
-    store_blocks(tile_r_low + at, r.remainder(rounded).block, lane);
+    store_blocks(shared.r + at, rounded.block, lane);
+    store_blocks(r_low + at, r.remainder(rounded).block, lane);
     if (REVERSE) {
       const Numbers reached = first_tokens(r, resets, lane);
       const Right second = reached.right();
@@ -487,23 +491,23 @@ __global__ void __launch_bounds__(kChunkThreads, kPrepareBlocks) prepare_kernel(
     } else {
       first_columns(rounded, resets, lane).store(to + To::kRead + at, lane);
     }
-    raw.load_transposed(tile_a + at, lane);
+    raw.load_transposed(shared.a + at, lane);
     rounded = factor(raw, decays.before(lane)).left();
     __syncwarp();
-    store_blocks(tile_a + at, rounded.block, lane);
+    store_blocks(shared.a + at, rounded.block, lane);
     const Numbers inverse = decays.inverse(), to_end = decays.to_end(inverse, resets, lane);
-    raw.load_transposed(tile_b + at, lane);
+    raw.load_transposed(shared.b + at, lane);
     rounded = factor(raw, inverse).left();
     __syncwarp();
-    store_blocks(tile_b + at, rounded.block, lane);
+    store_blocks(shared.b + at, rounded.block, lane);
     if (REVERSE) factor(raw, to_end).left().store(to + To::kFirst + at, lane);
     else factor(raw, to_end).right().hand_over(to + To::kThird + at, lane);
-    raw.load_transposed(tile_k + at, lane);
+    raw.load_transposed(shared.k + at, lane);
     const Numbers k = factor(raw, inverse);
     rounded = k.left();
     __syncwarp();
-    store_blocks(tile_k + at, rounded.block, lane);
-    store_blocks(tile_k_low + at, k.remainder(rounded).block, lane);
+    store_blocks(shared.k + at, rounded.block, lane);
+    store_blocks(shared.k_low + at, k.remainder(rounded).block, lane);
     if (!REVERSE) {
       const Numbers k_bar = factor(raw, to_end);
       const Right second = k_bar.right();
@@ -516,76 +520,116 @@ __global__ void __launch_bounds__(kChunkThreads, kPrepareBlocks) prepare_kernel(
       for (int i = 0; i < 2; ++i) decay[2 * i] = resets.bits == 0 ? decays.all[i] : 0.0f;
     }
   }
-  __syncthreads();
 
-  Right ak, ak_low;  // of the last warp
-  if (warp == 0) {
-    Numbers sum = tile_product(tile_b, tile_a, lane);
-    mask_pairs<true, true>(sum, resets, lane);
-    store_rows(m_ab, sum, kChunk, lane);
-    __syncwarp();
-    solve(m_ab, lane, t, t_low);
-  } else if (warp == 1) {
-    Numbers sum = REVERSE ? tile_product(tile_b, tile_r, lane) : tile_product(tile_r, tile_b, lane);
-    mask_pairs<false, REVERSE>(sum, resets, lane);
-    sum.rounded<REVERSE>().hand_over(to + (REVERSE ? To::kMatrix : To::kReadU), lane);
-  } else if (warp == 2) {
-    Numbers sum = REVERSE ? precise_product(tile_k, tile_k_low, tile_r, tile_r_low, lane)
-                          : precise_product(tile_r, tile_r_low, tile_k, tile_k_low, lane);
-    mask_pairs<false, REVERSE>(sum, resets, lane);
-    sum.rounded<REVERSE>().hand_over(to + (REVERSE ? To::kRk : To::kReadV), lane);
-  } else {
-    Numbers sum = tile_product(tile_k, tile_a, lane);
-    mask_pairs<true, true>(sum, resets, lane);
-    ak = sum.right(), ak_low = sum.remainder(ak);
-    if (REVERSE) ak.hand_over(to + To::kAk, lane);
+  // The four products of tokens, one per warp. M_ak^T stays in registers, with what rounding it lost.
+  __device__ void products(uint8_t* to, uint8_t* pairs, Right& ak, Right& ak_low) const {
+    const uint8_t* const r_low = shared.w;
+    if (warp == 0) {
+      Numbers sum = tile_product(shared.b, shared.a, lane);
+      mask_pairs<true, true>(sum, resets, lane);
+      store_rows(shared.m_ab, sum, kChunk, lane);
+      __syncwarp();
+      solve(shared.m_ab, lane, shared.t, shared.t_low);
+    } else if (warp == 1) {
+      Numbers sum = REVERSE ? tile_product(shared.b, shared.r, lane) : tile_product(shared.r, shared.b, lane);
+      mask_pairs<false, REVERSE>(sum, resets, lane);
+      const Operand<REVERSE> rb = sum.rounded<REVERSE>();
+      rb.hand_over(to + (REVERSE ? To::kMatrix : To::kReadU), lane);
+      if (REVERSE) rb.hand_over(pairs + Pairs::kRb, lane);
+    } else if (warp == 2) {
+      Numbers sum = REVERSE ? precise_product(shared.k, shared.k_low, shared.r, r_low, lane)
+                            : precise_product(shared.r, r_low, shared.k, shared.k_low, lane);
+      mask_pairs<false, REVERSE>(sum, resets, lane);
+      sum.rounded<REVERSE>().hand_over(REVERSE ? pairs + Pairs::kRk : to + To::kReadV, lane);
+    } else {
+      Numbers sum = tile_product(shared.k, shared.a, lane);
+      mask_pairs<true, true>(sum, resets, lane);
+      ak = sum.right(), ak_low = sum.remainder(ak);
+      if (REVERSE) ak.hand_over(pairs + Pairs::kAk, lane);
+    }
   }
-  __syncthreads();
 
-  Numbers w;
-  w.zero();
-  Left left;
-  Right right;
-  if (REVERSE) {
-    left.load(tile_a + at, lane);
-    right.load_transposed(t, lane);
-    if (warp == 1) right.hand_over(to + To::kT, lane);
-    w.add_product(left, first_columns(right, resets, lane));
-  } else {
-    left.load_transposed(t, lane);
-    right.load(tile_a + at, lane);
-    w.add_product(first_columns(left, resets, lane), right);
+  // What follows from T: W and X.
+  __device__ void solved(uint8_t* to, uint8_t* pairs, const Right& ak, const Right& ak_low) const {
+    Numbers w;
+    w.zero();
+    Left left;
+    Right right;
+    if (REVERSE) {
+      left.load(shared.a + at, lane);
+      right.load_transposed(shared.t, lane);
+      if (warp == 1) right.hand_over(pairs + Pairs::kT, lane);
+      w.add_product(left, first_columns(right, resets, lane));
+    } else {
+      left.load_transposed(shared.t, lane);
+      right.load(shared.a + at, lane);
+      w.add_product(first_columns(left, resets, lane), right);
+    }
+    w.right().hand_over(to + (REVERSE ? To::kThird : To::kFirst) + at, lane);
+    if (REVERSE && warp == 2) {
+      right.load(shared.t, lane);
+      right.hand_over(pairs + Pairs::kTTransposed, lane);
+    }
+    if (warp == 3) {
+      Numbers x, small;
+      x.zero(), small.zero();
+      left.load_transposed(shared.t, lane);
+      x.add_product(left, ak);
+      small.add_product(left, ak_low);
+      left.load_transposed(shared.t_low, lane);
+      small.add_product(left, ak);
+      x.add(small);
+      x.right().hand_over(REVERSE ? pairs + Pairs::kX : to + To::kMatrix, lane);
+    }
   }
-  w.right().hand_over(to + (REVERSE ? To::kThird : To::kFirst) + at, lane);
-  if (REVERSE && warp == 2) {
-    right.load(t, lane);
-    right.hand_over(to + To::kTTransposed, lane);
-  }
-  if (warp == 3) {
-    Numbers x, small;
-    x.zero(), small.zero();
-    left.load_transposed(t, lane);
-    x.add_product(left, ak);
-    small.add_product(left, ak_low);
-    left.load_transposed(t_low, lane);
-    small.add_product(left, ak);
-    x.add(small);
-    x.right().hand_over(to + (REVERSE ? To::kX : To::kMatrix), lane);
-  }
+};
+
+template <bool REVERSE>
+__global__ void __launch_bounds__(kChunkThreads, kPrepareBlocks) prepare_kernel(const Wkv7ChunkedArgs args) {
+  using Shared = typename Preparation<REVERSE>::Shared;
+  __shared__ alignas(16) uint8_t memory[sizeof(Shared)];
+  Shared& shared = *reinterpret_cast<Shared*>(memory);
+  Preparation<REVERSE> preparation(shared, threadIdx.x % 32, threadIdx.x / 32);
+  const Place place = place_of_block(args);
+  fetch_tile(shared.w, args.w_raw, place);
+  fetch_tile(shared.r, args.r, place);
+  fetch_tile(shared.a, args.a, place);
+  fetch_tile(shared.b, args.b, place);
+  fetch_tile(shared.k, args.k, place);
+  copy_async_commit();
+  preparation.resets = place.resets(args, preparation.lane);
+  const int64_t chunks = args.window_end - args.window_begin, batch_head = place.batch * args.heads + place.head;
+  const int64_t local = batch_head * chunks + place.chunk - args.window_begin;
+  uint8_t* const to = args.operands + local * Operands<REVERSE>::kBytes;
+  uint8_t* const pairs = args.pairs + local * Pairs::kBytes;
+  copy_async_wait<0>();
+  __syncwarp();
+  preparation.factors(place.valid, to);
+  __syncthreads();
+  Right ak, ak_low;
+  preparation.products(to, pairs, ak, ak_low);
+  __syncthreads();
+  preparation.solved(to, pairs, ak, ak_low);
 }
 
 // A block of `scan` has WARPS warps that carry the state and as many that do the rest for them: bring in operands,
-// write the states, and make y one chunk later. All meet once per chunk.
+// write the states, and make y one chunk later. All meet once per chunk. With all four warps of a head in one block,
+// two groups of four more warps make the operands in turn, which then never leave the processor: each spends two
+// chunks' time on one.
 template <bool REVERSE, int WARPS>
 struct Scan {
-  static constexpr int kHelpers = WARPS * 32, kThreads = 2 * kHelpers, kSplits = 4 / WARPS;
-  static constexpr int kRowsAt = Operands<REVERSE>::kScanBytes;
+  static constexpr bool kPrepares = WARPS == 4;
+  static constexpr int kGroups = 2;
+  static constexpr int kHelpers = WARPS * 32, kSplits = 4 / WARPS;
+  static constexpr int kPreparersAt = 2 * kHelpers, kThreads = kPreparersAt + (kPrepares ? kGroups * kChunkThreads : 0);
+  static constexpr int kRowsAt = Operands<REVERSE>::kBytes;
   static constexpr int kStageBytes = kRowsAt + WARPS * kMatrixBytes;  // operands, then 16 tokens of this block's values
   static constexpr int kHandBytes = kTileBytes + kMatrixBytes;        // of a warp and chunk: rounded state, u
-  static constexpr int kStages = REVERSE ? (WARPS == 1 ? 9 : WARPS == 2 ? 8 : 6)
-                                         : (WARPS == 1 ? 7 : WARPS == 2 ? 6 : 5);
+  static constexpr int kStages = kPrepares ? 3 : REVERSE ? (WARPS == 1 ? 9 : 8) : (WARPS == 1 ? 7 : 6);
   static constexpr int kHandAt = kStages * kStageBytes;
-  static constexpr int kSharedBytes = kHandAt + 2 * WARPS * kHandBytes;
+  static constexpr int kPreparationAt = kHandAt + 2 * WARPS * kHandBytes;
+  static constexpr int kPreparationBytes = sizeof(typename Preparation<REVERSE>::Shared);
+  static constexpr int kSharedBytes = kPreparationAt + (kPrepares ? kGroups * kPreparationBytes : 0);
   static constexpr int kParts = kSize / 16;
 };
 
@@ -645,7 +689,8 @@ __device__ __forceinline__ void carry_state(const Wkv7ChunkedArgs& args, uint8_t
     u.add_product(values, matrix);
   };
   __syncthreads();
-  load_first(shared), load_values(shared);
+  if (C::kPrepares) __syncthreads();
+  else load_first(shared), load_values(shared);
 
   int stage = 0;
   for (int step = 0; step < place.chunks; ++step) {
@@ -653,6 +698,7 @@ __device__ __forceinline__ void carry_state(const Wkv7ChunkedArgs& args, uint8_t
     stage = stage + 1 < C::kStages ? stage + 1 : 0;
     const uint8_t* const next = shared + stage * C::kStageBytes;
     uint8_t* const hand = shared + C::kHandAt + (step % 2 * WARPS + warp) * C::kHandBytes;
+    if (C::kPrepares) load_first(at), load_values(at);
 
     Left rounded[C::kParts];
     Numbers u_half;
@@ -693,7 +739,7 @@ __device__ __forceinline__ void carry_state(const Wkv7ChunkedArgs& args, uint8_t
       state[part].add_product(u_rounded, third);
     }
     if (!REVERSE) u_rounded.hand_over(hand + kTileBytes, lane);
-    load_first(next), load_values(next);  // after the last chunk: of an old one, unused
+    if (!C::kPrepares) load_first(next), load_values(next);  // after the last chunk: of an old one, unused
     __syncthreads();
   }
 
@@ -722,7 +768,7 @@ struct Fetcher {
     const Place chunk(args, place.batch, place.head, args.window_begin + place.local_chunk(0));
     const __nv_bfloat16* rows = REVERSE ? args.dy : args.v;
     token = lane % kChunk;
-    any = args.operands;
+    any = args.r;
     operands = args.operands + (place.batch_head * place.chunks + place.local_chunk(0)) * From::kBytes + thread * 16;
     operands_stride = REVERSE ? -From::kBytes : From::kBytes;
     row = rows + chunk.offset + token * chunk.stride + place.value_block * 16 + lane / kChunk * 8;
@@ -735,9 +781,9 @@ struct Fetcher {
     if (chunks > 0) {
       uint8_t* const at = to + stage * C::kStageBytes;
 #pragma unroll
-      for (int i = 0; i < From::kScanBytes; i += C::kHelpers * 16) {
-        const bool all = i + C::kHelpers * 16 <= From::kScanBytes;
-        if (all || i + static_cast<int>(threadIdx.x % C::kHelpers) * 16 < From::kScanBytes)
+      for (int i = 0; i < (C::kPrepares ? 0 : From::kBytes); i += C::kHelpers * 16) {
+        const bool all = i + C::kHelpers * 16 <= From::kBytes;
+        if (all || i + static_cast<int>(threadIdx.x % C::kHelpers) * 16 < From::kBytes)
           copy_async(at + i, operands + i, true);
       }
       const bool valid = token < left;
@@ -769,6 +815,7 @@ __device__ __forceinline__ void help_state(const Wkv7ChunkedArgs& args, uint8_t*
   Right values;
   copy_async_wait<C::kStages - 2>();
   __syncthreads();
+  if (C::kPrepares) __syncthreads();
 
   // At `step` the state goes through chunk `step`; the one before is written, and its stage is free.
   int stage = 0;
@@ -812,18 +859,86 @@ __device__ __forceinline__ void help_state(const Wkv7ChunkedArgs& args, uint8_t*
       values.load_transposed(at + C::kRowsAt + warp * kMatrixBytes, lane);
     }
     stage = stage + 1 < C::kStages ? stage + 1 : 0;
-    copy_async_wait<C::kStages - 3>();  // the chunk after the next one is there
+    copy_async_wait<C::kStages - (C::kPrepares ? 2 : 3)>();  // the next chunk is there, or the one after it
     __syncthreads();
   }
 }
 
+// A chunk's r, w_raw, k, a, b and resets on their way to shared memory: a thread's 16 bytes of each.
+struct RawChunk {
+  uint4 w, r, a, b, k;
+  bool reset;
+
+  __device__ void load(const Wkv7ChunkedArgs& args, const Place& place, int thread) {
+    const int token = thread % kChunk, lane = thread % 32;
+    const int64_t from = place.offset + token * place.stride + thread / kChunk * 8;
+    const bool valid = token < place.valid;
+    const auto vector = [&](const __nv_bfloat16* of) {
+      return valid ? *reinterpret_cast<const uint4*>(of + from) : make_uint4(0, 0, 0, 0);
+    };
+    w = vector(args.w_raw), r = vector(args.r), a = vector(args.a), b = vector(args.b), k = vector(args.k);
+    reset = args.reset != nullptr && lane < place.valid &&
+            args.reset[place.batch * args.tokens + place.chunk * kChunk + lane] != 0;
+  }
+  template <typename SHARED>
+  __device__ void store(SHARED& to, int thread) const {
+    const int at = thread * 16;
+    *reinterpret_cast<uint4*>(to.w + at) = w, *reinterpret_cast<uint4*>(to.r + at) = r;
+    *reinterpret_cast<uint4*>(to.a + at) = a, *reinterpret_cast<uint4*>(to.b + at) = b;
+    *reinterpret_cast<uint4*>(to.k + at) = k;
+  }
+};
+
+// A group of four warps makes the operands of every second chunk: the factors two steps before the state goes through
+// it, the rest one step before.
+template <bool REVERSE>
+__device__ __forceinline__ void prepare_ahead(const Wkv7ChunkedArgs& args, uint8_t* shared) {
+  using C = Scan<REVERSE, 4>;
+  using Shared = typename Preparation<REVERSE>::Shared;
+  const int thread = threadIdx.x % kChunkThreads, group = (threadIdx.x - C::kPreparersAt) / kChunkThreads;
+  const ScanPlace<REVERSE, 4> head(args, 0);
+  Shared& own = *reinterpret_cast<Shared*>(shared + C::kPreparationAt + group * C::kPreparationBytes);
+  Preparation<REVERSE> preparation(own, thread % 32, thread / 32);
+  const auto place_of = [&](int chunk) {
+    return Place(args, head.batch, head.head, args.window_begin + head.local_chunk(chunk));
+  };
+  RawChunk raw;
+  if (group < head.chunks) raw.load(args, place_of(group), thread);
+  int stage = group;  // of the chunk in work
+  if (group == 1) __syncthreads();
+  for (int chunk = group; chunk < head.chunks + 2; chunk += C::kGroups) {
+    uint8_t* const to = shared + stage * C::kStageBytes;
+    const bool exists = chunk < head.chunks;
+    if (exists) {
+      raw.store(own, thread);
+      preparation.resets.bits = __ballot_sync(kAllLanes, raw.reset);
+      const int valid = place_of(chunk).valid;
+      if (chunk + C::kGroups < head.chunks) raw.load(args, place_of(chunk + C::kGroups), thread);
+      __syncwarp();
+      preparation.factors(valid, to);
+    }
+    __syncthreads();
+    if (chunk == head.chunks + 1) break;
+    if (exists) {
+      uint8_t* const pairs = args.pairs + (head.batch_head * head.chunks + head.local_chunk(chunk)) * Pairs::kBytes;
+      Right ak, ak_low;
+      preparation.products(to, pairs, ak, ak_low);
+      barrier(1 + group, kChunkThreads);
+      preparation.solved(to, pairs, ak, ak_low);
+    }
+    __syncthreads();
+    stage = (stage + C::kGroups) % C::kStages;
+  }
+}
+
 template <bool REVERSE, int WARPS>
-__global__ void __launch_bounds__(Scan<REVERSE, WARPS>::kThreads, WARPS == 4 ? 2 : 1)
-    scan_kernel(const Wkv7ChunkedArgs args) {
+__global__ void __launch_bounds__(Scan<REVERSE, WARPS>::kThreads, 1) scan_kernel(const Wkv7ChunkedArgs args) {
   extern __shared__ float4 shared_memory[];
   uint8_t* const shared = reinterpret_cast<uint8_t*>(shared_memory);
-  if (threadIdx.x < WARPS * 32) carry_state<REVERSE, WARPS>(args, shared);
-  else help_state<REVERSE, WARPS>(args, shared);
+  const int thread = threadIdx.x;
+  if (thread < WARPS * 32) carry_state<REVERSE, WARPS>(args, shared);
+  else if (!Scan<REVERSE, WARPS>::kPrepares || thread < 2 * WARPS * 32) help_state<REVERSE, WARPS>(args, shared);
+  else prepare_ahead<REVERSE>(args, shared);
 }
 
 // Shared memory of a block of `gradients_kernel`.
@@ -835,16 +950,11 @@ struct GradientsShared {
   uint8_t u[kTileBytes], dz[kTileBytes];  // transposed: four matrices of 16 values x 16 tokens
   uint8_t out[4][kMatrixBytes];           // per warp: results on their way to 16 bytes per thread
   union {
-    struct {
-      uint8_t m_rb[kMatrixBytes];
-      uint8_t of_tokens[Operands<true>::kBytes - Operands<true>::kT];  // as there
-    };
+    uint8_t pairs[Pairs::kBytes];
     struct {  // and what rounding lost
       uint8_t dm_ab[2][kMatrixBytes], dm_ak[2][kMatrixBytes], dm_rb[2][kMatrixBytes], dm_rk[2][kMatrixBytes];
     };
   };
-
-  __device__ const uint8_t* matrix(int offset) const { return of_tokens + offset - Operands<true>::kT; }
 };
 
 // Writes the results for 16 tokens (columns) and this warp's 16 keys or values. All lanes of the warp call it.
@@ -861,16 +971,15 @@ __device__ __forceinline__ void write_rows(__nv_bfloat16* to, const Place& place
 // Values of this warp: dU, dZ, U, which stay in shared memory, and dV, which is written. Rows are values.
 __device__ __forceinline__ void value_gradients(const Wkv7ChunkedArgs& args, GradientsShared& shared,
                                                 const Place& place, const Resets& resets) {
-  using From = Operands<true>;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, at = warp * kMatrixBytes;
   Left left;
   Right right;
   Numbers du, du_state, z, dv;
   du.zero(), du_state.zero(), z.zero(), dv.zero();
   left.load_transposed(shared.dy + at, lane);
-  right.take_over(shared.m_rb, lane);
+  right.take_over(shared.pairs + Pairs::kRb, lane);
   du.add_product(left, right);
-  right.take_over(shared.matrix(From::kRk), lane);
+  right.take_over(shared.pairs + Pairs::kRk, lane);
   dv.add_product(left, right);
 #pragma unroll
   for (int part = 0; part < kSize / 16; ++part) {
@@ -888,17 +997,17 @@ __device__ __forceinline__ void value_gradients(const Wkv7ChunkedArgs& args, Gra
 
   Numbers dz, u;
   dz.zero(), u.zero();
-  right.take_over(shared.matrix(From::kTTransposed), lane);
+  right.take_over(shared.pairs + Pairs::kTTransposed, lane);
   dz.add_product(du.left(), right);
   const Left dz_rounded = dz.left();
   store_blocks(shared.dz + at, dz_rounded.block, lane);
-  right.take_over(shared.matrix(From::kAk), lane);
+  right.take_over(shared.pairs + Pairs::kAk, lane);
   dv.add_product(dz_rounded, right);
 
   left.load_transposed(shared.v + at, lane);
-  right.take_over(shared.matrix(From::kX), lane);
+  right.take_over(shared.pairs + Pairs::kX, lane);
   u.add_product(left, right);
-  right.take_over(shared.matrix(From::kT), lane);
+  right.take_over(shared.pairs + Pairs::kT, lane);
   u.add_product(first_columns(z.left(), resets, lane), right);
   store_blocks(shared.u + at, u.left().block, lane);
   write_rows(args.dv, place, dv, shared.out[warp]);
@@ -1071,7 +1180,6 @@ struct KeyGradients {
 __global__ void __launch_bounds__(kChunkThreads, kGradientsBlocks) gradients_kernel(const Wkv7ChunkedArgs args) {
   extern __shared__ float4 shared_memory[];
   GradientsShared& shared = *reinterpret_cast<GradientsShared*>(shared_memory);
-  using From = Operands<true>;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, at = warp * kMatrixBytes;
   const Place place = place_of_block(args);
   fetch_tile(shared.w_raw, args.w_raw, place);
@@ -1086,7 +1194,7 @@ __global__ void __launch_bounds__(kChunkThreads, kGradientsBlocks) gradients_ker
     const int64_t local = batch_head * chunks + place.chunk - args.window_begin;
     const uint8_t* state = args.starts + (batch_head * all_chunks + place.chunk) * kStateBytes + threadIdx.x * 16;
     const uint8_t* d = args.ends + local * kStateBytes + threadIdx.x * 16;
-    const uint8_t* matrices = args.operands + local * From::kBytes;
+    const uint8_t* pairs = args.pairs + local * Pairs::kBytes + threadIdx.x * 16;
     fetch_tile(shared.v, args.v, place);
     fetch_tile(shared.dy, args.dy, place);
 #pragma unroll
@@ -1094,10 +1202,8 @@ __global__ void __launch_bounds__(kChunkThreads, kGradientsBlocks) gradients_ker
       copy_async(shared.d + threadIdx.x * 16 + i, d + i, true);
       copy_async(shared.state + threadIdx.x * 16 + i, state + i, true);
     }
-    const int part = threadIdx.x * 16;
-    copy_async(shared.of_tokens + part, matrices + From::kT + part, true);
-    if (warp == 0) copy_async(shared.of_tokens + kTileBytes + part, matrices + From::kT + kTileBytes + part, true);
-    if (warp == 1) copy_async(shared.m_rb + lane * 16, matrices + From::kMatrix + lane * 16, true);
+    copy_async(shared.pairs + threadIdx.x * 16, pairs, true);
+    if (warp < 2) copy_async(shared.pairs + kTileBytes + threadIdx.x * 16, pairs + kTileBytes, true);
   }
   copy_async_commit();
   const Resets resets = place.resets(args, lane);

@@ -108,6 +108,11 @@ __device__ __forceinline__ void copy_async_wait() {
   WKV7_ASM_MEMORY("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
+// Some of the block's threads meet. `id`: 1 to 15, one for each set of threads.
+__device__ __forceinline__ void barrier(int id, int threads) {
+  WKV7_ASM_MEMORY("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 // The same number, but the compiler does not know: it makes what follows from it anew instead of keeping it in registers.
 __device__ __forceinline__ unsigned hidden(unsigned x) {
   WKV7_ASM_MEMORY("mov.u32 %0, %0;" : "+r"(x));

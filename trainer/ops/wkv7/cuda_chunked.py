@@ -20,12 +20,16 @@ OLDEST_ARCH = 80
 STARTS_DTYPE = torch.bfloat16
 """Of the saved states [B,H,windows,N,N]. Their elements lie in the kernels' own order."""
 
-OPERANDS_BYTES = (12032, 11520)
-"""Working memory per window of one head: forward, backward (`Operands` in chunked.cuh)."""
+OPERANDS_BYTES = (12032, 8960)
+"""Working memory per window of one head unless a block has all of a head: forward, backward (`Operands` in chunked.cuh)."""
+
+PAIRS_BYTES = 3072
+"""Further working memory per window of one head, backward (`Pairs` in chunked.cuh)."""
 
 BUFFERS = (2, 3)
 """Pieces that are in work at once: forward, backward (`kBuffers` in chunked.cu)."""
 
+_ALL_WARPS = 4  # that carry a head's state; in one block, they get its operands from warps beside them
 _WORKSPACE_BYTES = 96 << 20
 _PIECES = 4  # or more: while a piece is scanned, the next is prepared and the one before finished
 _SHORTEST_PIECE = 16  # windows, unless the working memory is too small
@@ -40,13 +44,15 @@ def forward(
     count = windows(tokens)
     y, state_out = torch.empty_like(r), torch.empty_like(state)
     starts = torch.empty((batch, heads, count, size, size) if save else 0, dtype=STARTS_DTYPE, device=r.device)
-    piece, buffers = _pieces(count, batch * heads * OPERANDS_BYTES[0], BUFFERS[0])
+    warps = _warps(r)
+    operands_bytes = 0 if warps == _ALL_WARPS else OPERANDS_BYTES[0]
+    piece, buffers = _pieces(count, batch * heads * operands_bytes, BUFFERS[0]) if operands_bytes else (count, 1)
     pointers = aligned({
         "r": r, "w_raw": w_raw, "k": k, "v": v, "a": a, "b": b, "reset": reset, "state": state,
         "y": y, "state_out": state_out, "starts": starts if save else None,
-        "operands": _bytes(r, buffers * batch * heads * piece * OPERANDS_BYTES[0]),
+        "operands": _bytes(r, buffers * batch * heads * piece * operands_bytes),
     })  # fmt: skip
-    launch("wkv7_chunked_forward", r, pointers, (0, count), warps=_warps(r), piece=piece)
+    launch("wkv7_chunked_forward", r, pointers, (0, count), warps=warps, piece=piece)
     return y, state_out, starts
 
 
@@ -64,14 +70,17 @@ def backward(
     dr, dw_raw, dk, dv, da, db = (torch.empty_like(r) for _ in range(6))
     dstate = torch.empty(batch, heads, size, size, dtype=torch.float32, device=r.device)
     ends_bytes = size * size * STARTS_DTYPE.itemsize
-    piece, buffers = _pieces(count, batch * heads * (OPERANDS_BYTES[1] + ends_bytes), BUFFERS[1])
+    warps = _warps(r)
+    operands_bytes = 0 if warps == _ALL_WARPS else OPERANDS_BYTES[1]
+    piece, buffers = _pieces(count, batch * heads * (operands_bytes + PAIRS_BYTES + ends_bytes), BUFFERS[1])
     pointers = aligned({
         "r": r, "w_raw": w_raw, "k": k, "v": v, "a": a, "b": b, "reset": reset, "starts": starts, "dy": dy,
         "dstate_in": dstate_out, "dr": dr, "dw_raw": dw_raw, "dk": dk, "dv": dv, "da": da, "db": db, "dstate": dstate,
-        "operands": _bytes(r, buffers * batch * heads * piece * OPERANDS_BYTES[1]),
+        "operands": _bytes(r, buffers * batch * heads * piece * operands_bytes),
+        "pairs": _bytes(r, buffers * batch * heads * piece * PAIRS_BYTES),
         "ends": _bytes(r, buffers * batch * heads * piece * ends_bytes),
     })  # fmt: skip
-    launch("wkv7_chunked_backward", r, pointers, (0, count), warps=_warps(r), piece=piece)
+    launch("wkv7_chunked_backward", r, pointers, (0, count), warps=warps, piece=piece)
     return dr, dw_raw, dk, dv, da, db, dstate
 
 
@@ -92,7 +101,7 @@ def _warps(r: Tensor) -> int:
     processors = _processors(r.device)
     if batch * heads * 8 <= processors:
         return 1
-    return 2 if batch * heads * 2 <= processors else 4
+    return 2 if batch * heads * 2 <= processors else _ALL_WARPS
 
 
 @functools.cache

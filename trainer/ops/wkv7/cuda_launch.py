@@ -40,7 +40,7 @@ class SequentialArgs(ctypes.Structure):
 class ChunkedArgs(ctypes.Structure):
     """`struct Wkv7ChunkedArgs` of kernels/wkv7/chunked.cuh, which says what each field is."""
 
-    _fields_ = [(name, ctypes.c_void_p) for name in (*_INPUTS, *_GRADIENTS, "operands", "ends")] + [
+    _fields_ = [(name, ctypes.c_void_p) for name in (*_INPUTS, *_GRADIENTS, "operands", "pairs", "ends")] + [
         (name, ctypes.c_int64) for name in (*_SIZES, "warps", "piece")
     ]
 
