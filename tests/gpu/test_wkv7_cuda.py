@@ -380,18 +380,18 @@ class Guarded:
 def check_guard_bands() -> Iterator[Row]:
     """Everything is written, nothing beside it, and nothing outside the inputs is read."""
     for tokens in (1, 15, 31, 100):
-        for setup in SETUPS:
+        for setup, warps in (*((setup, 4) for setup in SETUPS), (TENSOR_CORE, 2)):
             case = draw(tokens, 3, 64, [("model", "none"), ("model", "not_first")])
             expected = run(case, setup)
             guarded = Guarded()
-            found = run_guarded(case, setup, guarded)
-            label = f"T={tokens} {setup} guarded"
+            found = run_guarded(case, setup, guarded, warps)
+            label = f"T={tokens} {setup} {warps} warps guarded"
             yield Row(f"{label}, differing", differing(found, expected), 0)
             yield Row(f"{label}, bands overwritten", guarded.overwritten(), 0)
 
 
-def run_guarded(case: Case, setup: Setup, guarded: Guarded) -> dict[str, Tensor]:
-    """The launchers alone, every buffer inside a larger one."""
+def run_guarded(case: Case, setup: Setup, guarded: Guarded, warps: int) -> dict[str, Tensor]:
+    """The launchers alone, every buffer inside a larger one. `warps`: per block of the tensor cores' scan."""
     shape = case.dy.shape
     batch, tokens, heads, size = shape
     windows = (tokens + WINDOW - 1) // WINDOW
@@ -411,7 +411,8 @@ def run_guarded(case: Case, setup: Setup, guarded: Guarded) -> dict[str, Tensor]
         backward["ends"] = guarded.empty(states, torch.bfloat16)
         for arguments, count in zip((forward, backward), cuda_chunked.OPERANDS_BYTES, strict=True):
             arguments["operands"] = guarded.empty((batch, heads, windows, count // 2), torch.bfloat16)
-        sizes, prefix = {"warps": 4, "piece": windows}, "wkv7_chunked"
+        backward["pairs"] = guarded.empty((batch, heads, windows, cuda_chunked.PAIRS_BYTES // 2), torch.bfloat16)
+        sizes, prefix = {"warps": warps, "piece": windows}, "wkv7_chunked"
     else:
         forward["starts"] = backward["starts"] = guarded.empty((batch, heads, windows, size, size), torch.float32)
         backward["workspace_du"] = guarded.empty((batch, heads, windows, WINDOW, size), torch.float32)

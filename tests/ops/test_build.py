@@ -225,6 +225,7 @@ def test_kernels_compile_within_the_limits_of_every_architecture(
         "wkv7_shared_bytes",
         "wkv7_chunked_shared_bytes",
         "wkv7_chunked_operands_bytes",
+        "wkv7_chunked_pairs_bytes",
         "wkv7_chunked_buffers",
     ):
         getattr(library, name).restype = ctypes.c_int64
@@ -234,6 +235,7 @@ def test_kernels_compile_within_the_limits_of_every_architecture(
     assert 0 < library.wkv7_chunked_shared_bytes() <= 99 * 1024
     operands = tuple(library.wkv7_chunked_operands_bytes(backward) for backward in (0, 1))
     assert operands == cuda_chunked.OPERANDS_BYTES
+    assert library.wkv7_chunked_pairs_bytes() == cuda_chunked.PAIRS_BYTES
     assert tuple(library.wkv7_chunked_buffers(backward) for backward in (0, 1)) == cuda_chunked.BUFFERS
 
 
