@@ -3,7 +3,8 @@
 // given stream, and before what comes there later; parts of it run in streams beside it.
 #include <cuda_runtime.h>
 
-#include "chunked.cuh"
+#include "gradients.cuh"
+#include "scan.cuh"
 
 namespace {
 
