@@ -118,11 +118,16 @@ struct KeyGradients {
       : args(args_), shared(shared_), place(place_), resets(resets_), thread(thread_again()), lane(thread % 32),
         warp(thread / 32), at(thread / 32 * kMatrixBytes) {}
 
-  // x += (tile's rows of this warp) pairs, or times their transpose.
-  template <bool TRANSPOSED>
-  __device__ void add_pairs(Numbers& x, const uint8_t (&pairs)[2][kMatrixBytes], const uint8_t* tile) {
+  // This warp's rows of a tile.
+  __device__ Left rows(const uint8_t* tile) const {
     Left left;
     left.load(tile + at, lane);
+    return left;
+  }
+
+  // x += left pairs, or times their transpose.
+  template <bool TRANSPOSED>
+  __device__ void add_pairs(Numbers& x, const uint8_t (&pairs)[2][kMatrixBytes], const Left& left) const {
 #pragma unroll
     for (int i = 1; i >= 0; --i) {
       Right right;
@@ -135,9 +140,7 @@ struct KeyGradients {
   // One of b and k: `x` is what D_1 contributes.
   __device__ void finish_b_or_k(const Decays& decays, Numbers x, const Numbers& pairs, const uint8_t* hat,
                                 const uint8_t* bar, __nv_bfloat16* to) {
-    Left factor, factor_bar;
-    factor.load(hat + at, lane);
-    factor_bar.load(bar + at, lane);
+    const Left factor = rows(hat), factor_bar = rows(bar);
     x = last_tokens(x, resets, lane);
     Numbers result;
 #pragma unroll
@@ -169,25 +172,26 @@ struct KeyGradients {
       const float element = lane / 4 % 2 ? both.x[i][2 * i + 1] : both.x[i][2 * i];
       through[i] = resets.bits == 0 ? decays.all[i] * __shfl_sync(kAllLanes, element, own) : 0.0f;
     }
+    const Left a_rows = rows(shared.a), r_rows = rows(shared.r);
     sum.zero(), pairs.zero();
-    add_pairs<true>(pairs, shared.dm_ab, shared.a);
-    add_pairs<true>(pairs, shared.dm_rb, shared.r);
+    add_pairs<true>(pairs, shared.dm_ab, a_rows);
+    add_pairs<true>(pairs, shared.dm_rb, r_rows);
     finish_b_or_k(decays, b, pairs, shared.b_hat, shared.b_bar, args.db);
     pairs.zero();
-    add_pairs<true>(pairs, shared.dm_ak, shared.a);
-    add_pairs<true>(pairs, shared.dm_rk, shared.r);
+    add_pairs<true>(pairs, shared.dm_ak, a_rows);
+    add_pairs<true>(pairs, shared.dm_rk, r_rows);
     finish_b_or_k(decays, k, pairs, shared.k_hat, shared.k_bar, args.dk);
   }
 
   // One of r and a: `x` is what S_0 contributes, and then the sum with what tokens do. Returns its product with `tile`.
   template <bool OF_R>
-  __device__ Numbers finish_r_or_a(Numbers& x, const Numbers& scale, const uint8_t* tile, __nv_bfloat16* to) {
-    Left factor;
-    factor.load(tile + at, lane);
+  __device__ Numbers finish_r_or_a(Numbers& x, const Numbers& scale, const uint8_t* tile, const Left& b_rows,
+                                   const Left& k_rows, __nv_bfloat16* to) {
+    const Left factor = rows(tile);
 #pragma unroll
     for (int n = 0; n < 8; ++n) through[n / 2 % 2] += factor.element(n) * x[n];
-    add_pairs<false>(x, OF_R ? shared.dm_rb : shared.dm_ab, shared.b_hat);
-    add_pairs<false>(x, OF_R ? shared.dm_rk : shared.dm_ak, shared.k_hat);
+    add_pairs<false>(x, OF_R ? shared.dm_rb : shared.dm_ab, b_rows);
+    add_pairs<false>(x, OF_R ? shared.dm_rk : shared.dm_ak, k_rows);
     Numbers result, product;
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
@@ -213,9 +217,10 @@ struct KeyGradients {
     }
     r = first_tokens(r, resets, lane), a = first_tokens(a, resets, lane);
     if (lane % 4 != 0) through[0] = through[1] = 0.0f;  // once in the sum over lanes
-    sum.add(finish_r_or_a<true>(r, decays.upto, shared.r, args.dr));
+    const Left b_rows = rows(shared.b_hat), k_rows = rows(shared.k_hat);
+    sum.add(finish_r_or_a<true>(r, decays.upto, shared.r, b_rows, k_rows, args.dr));
     const Numbers own = sum;
-    sum.add(finish_r_or_a<false>(a, decays.before(lane), shared.a, args.da));
+    sum.add(finish_r_or_a<false>(a, decays.before(lane), shared.a, b_rows, k_rows, args.da));
     int start[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) start[i] = resets.segment_start(i / 2 * 8 + lane % 4 * 2 + i % 2);

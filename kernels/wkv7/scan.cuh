@@ -246,7 +246,8 @@ __device__ __forceinline__ void help_state(const Wkv7ChunkedArgs& args, uint8_t*
     if (!REVERSE) {
       const uint8_t* const at = shared + stage * C::kStageBytes;
 #pragma unroll
-      for (int part = 0; part < C::kParts; ++part) read[part].load_transposed(at + From::kRead + part * kMatrixBytes, lane);
+      for (int part = 0; part < C::kParts; ++part)
+        read[part].load_transposed(at + From::kRead + part * kMatrixBytes, lane);
       read_u.take_over(at + From::kReadU, lane);
       read_v.take_over(at + From::kReadV, lane);
       values.load_transposed(at + C::kRowsAt + warp * kMatrixBytes, lane);
