@@ -215,7 +215,7 @@ __device__ __forceinline__ void help_state(const Wkv7ChunkedArgs& args, uint8_t*
   for (int step = 0;; ++step) {
     if (step > 0) {
       fetcher.next();
-      const uint8_t* const hand = shared + C::kHandAt + ((step - 1) % 2 * WARPS + warp) * C::kHandBytes;
+      uint8_t* const hand = shared + C::kHandAt + ((step - 1) % 2 * WARPS + warp) * C::kHandBytes;
       const int64_t local = place.local_chunk(step - 1);
       Numbers y;
       y.zero();
@@ -231,15 +231,14 @@ __device__ __forceinline__ void help_state(const Wkv7ChunkedArgs& args, uint8_t*
         u.take_over(hand + kTileBytes, lane);
         y.add_product(read_v, values);
         y.add_product(read_u, u.other());
-        const Left y_rounded = y.left();
         const Place chunk(args, place.batch, place.head, args.window_begin + local);
-        __nv_bfloat16* const to = args.y + chunk.offset + place.value_block * 16 + lane % 4 * 2;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int token = lane / 4 + i % 2 * 8;
-          if (token < chunk.valid)
-            *reinterpret_cast<uint32_t*>(to + token * chunk.stride + i / 2 * 8) = y_rounded.block[i];
-        }
+        const int token = lane % kChunk;
+        __syncwarp();
+        store_blocks(hand, y.left().block, lane);  // for 16 bytes per lane
+        __syncwarp();
+        if (token < chunk.valid)
+          *reinterpret_cast<uint4*>(args.y + chunk.offset + token * chunk.stride + place.value_block * 16 +
+                                    lane / kChunk * 8) = *reinterpret_cast<const uint4*>(hand + lane * 16);
       }
     }
     if (step == place.chunks) break;
