@@ -39,7 +39,11 @@ def forward(
     r: Tensor, w_raw: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
     state: Tensor, reset: Tensor | None, save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """As `trainer.ops.wkv7.cuda.forward`; in pieces, from the first token to the last, as `backward`."""
+    """As `trainer.ops.wkv7.cuda.forward`.
+
+    Without working memory if there are enough heads for all processors, else in pieces, from the first token to the
+    last, as `backward`.
+    """
     batch, tokens, heads, size = r.shape
     count = windows(tokens)
     y, state_out = torch.empty_like(r), torch.empty_like(state)
