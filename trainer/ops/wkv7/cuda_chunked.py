@@ -21,17 +21,17 @@ STARTS_DTYPE = torch.bfloat16
 """Of the saved states [B,H,windows,N,N]. Their elements lie in the kernels' own order."""
 
 OPERANDS_BYTES = (12032, 8960)
-"""Working memory per window of one head unless a block has all of a head: forward, backward (`Operands` in chunked.cuh)."""
+"""Working memory per window of one head unless a block has all of it: forward, backward (`Operands` in prepare.cuh)."""
 
 PAIRS_BYTES = 3072
-"""Further working memory per window of one head, backward (`Pairs` in chunked.cuh)."""
+"""Further working memory per window of one head, backward (`Pairs` in prepare.cuh)."""
 
 BUFFERS = (2, 3)
 """Pieces that are in work at once: forward, backward (`kBuffers` in chunked.cu)."""
 
 _ALL_WARPS = 4  # that carry a head's state; in one block, they get its operands from warps beside them
-_WORKSPACE_BYTES = 96 << 20
-_PIECES = 4  # or more: while a piece is scanned, the next is prepared and the one before finished
+_WORKSPACE_BYTES = 200 << 20
+_PIECES = 1  # or more, to fit the working memory; few and large ones are faster than many side by side
 _SHORTEST_PIECE = 16  # windows, unless the working memory is too small
 
 
@@ -66,8 +66,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """As `trainer.ops.wkv7.cuda.backward`.
 
-    Rows are walked in pieces, from the last token to the first: the kernels work on several at once, and pieces
-    bound the working memory (96 MiB, or what three windows of 16 tokens need). They do not change the result.
+    Rows are walked in pieces, from the last token to the first, which bound the working memory (200 MiB, or what three
+    windows of 16 tokens need). They do not change the result.
     """
     batch, tokens, heads, size = r.shape
     count = windows(tokens)
