@@ -52,7 +52,8 @@ def _source() -> str:
     """The kernels, and numbers of theirs to read back."""
     numbers = [number for pair in _KERNELS.values() for number in pair] + ["sizeof(Wkv7ChunkedArgs)"]
     values = ", ".join(f"static_cast<int64_t>({number})" for number in numbers)
-    return f"""#include "chunked.cuh"
+    return f"""#include "gradients.cuh"
+#include "scan.cuh"
 using namespace wkv7;
 extern "C" __device__ const int64_t {_SIZES}[] = {{{values}}};
 """
@@ -195,7 +196,8 @@ def launch(r: Tensor, args: ctypes.Structure, reverse: bool) -> None:
         rows = args.batch * args.heads
         for part in _pieces(args, reverse):
             chunk_blocks = rows * (part.window_end - part.window_begin)
-            module.run(f"prepare_kernel<{str(reverse).lower()}>", chunk_blocks, part, stream)
+            if part.warps != 4:  # else the scan does it
+                module.run(f"prepare_kernel<{str(reverse).lower()}>", chunk_blocks, part, stream)
             module.run(f"scan_kernel{_scan(reverse, part.warps)}", rows * (4 // part.warps), part, stream)
             if reverse:
                 module.run("gradients_kernel", chunk_blocks, part, stream)
