@@ -80,6 +80,10 @@ BAD = [
     (changed(data={"num_proc": 0}), ["data.num_proc", "0"]),
     (changed(data={"skip_batches": [[0, 5]]}), ["data.skip_batches", "[0, 5]", "first, last"]),
     (changed(data={"skip_batches": [[0, 5, 4]]}), ["data.skip_batches", "[0, 5, 4]"]),
+    (
+        changed(model={"train_parts": ["emb"]}, strategy="deepspeed_stage_3"),
+        ["model.train_parts", "deepspeed_stage_3", "auto or ddp"],
+    ),
     (changed(trainer={"skip_non_finite": -1}), ["trainer.skip_non_finite", "-1"]),
     (changed(trainer={"step_timeout_s": NOT_A_NUMBER}), ["trainer.step_timeout_s", "nan"]),
     (

@@ -167,6 +167,10 @@ def _check_deepspeed(run: RunConfig) -> None:
         if getattr(run.trainer, name):
             problem = f"does not act with {run.strategy}, whose engine owns the gradients"
             raise ConfigError(f"trainer.{name}", problem, found=getattr(run.trainer, name), fix="use ddp, or remove it")
+    for name in ("lora", "train_parts", "state_tuning"):
+        if getattr(run.model, name) is not None:
+            problem = f"is not proven with {run.strategy} yet"
+            raise ConfigError(f"model.{name}", problem, fix="use strategy auto or ddp: frozen weights need no sharding")
     if run.checkpoint.on_failure == "warn":
         problem = f"does not act with {run.strategy}, whose processes write for themselves"
         raise ConfigError("checkpoint.on_failure", problem, found="warn", fix="use ddp, or remove it")

@@ -60,9 +60,9 @@ class ModelConfig:
     grad_cp: bool = True
     """Recompute each block in the backward pass instead of keeping its activations. Saves most of the memory for about a quarter of the speed."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """torch.compile per block, for full chunks. auto = on for a GPU with precision bf16 and without DeepSpeed, off elsewhere. The first step takes about 15 s longer."""
+    """torch.compile per block, for full chunks. auto = on for a GPU with precision bf16, without DeepSpeed, and when all parameters are trained; off elsewhere. The first step takes about 15 s longer."""
     cuda_graphs: Literal["auto", "on", "off"] = "auto"
-    """Replay full chunks on a GPU as CUDA graphs, which removes launch overhead at small batches and keeps the activations of one chunk allocated. auto = on without grad_cp and up to 16384 tokens per micro-batch and chunk; not used with DeepSpeed."""
+    """Replay full chunks on a GPU as CUDA graphs, which removes launch overhead at small batches and keeps the activations of one chunk allocated. auto = on without grad_cp, up to 16384 tokens per micro-batch and chunk, and when all parameters are trained; not used with DeepSpeed."""
     loss_chunk_rows: int = 4096
     """Rows of logits that exist at one time in the head and loss. Lower it to save memory (rows x vocab_size x 2 bytes in bf16)."""
     lr_init: float = 6e-4

@@ -127,7 +127,7 @@ class LitRWKV7(pl.LightningModule):
         wanted = self.run.model.compile
         on_gpu = self.trainer.strategy.root_device.type == "cuda"
         suits = on_gpu and self.run.precision.startswith("bf16") and not self.run.strategy.startswith("deepspeed")
-        is_on = wanted == "on" or (wanted == "auto" and suits and not self._has_dropout)
+        is_on = wanted == "on" or (wanted == "auto" and suits and not trains_adapter(self.run.model))
         return self.chunk_tokens if is_on else 0
 
     @property
@@ -196,7 +196,7 @@ class LitRWKV7(pl.LightningModule):
 
     def _uses_graphs(self) -> bool:
         wanted, tokens = self.run.model.cuda_graphs, self.run.trainer.microbatch_size * self.run.model.ctx_len
-        suits = tokens <= _GRAPH_TOKENS and not self.run.model.grad_cp and not self._has_dropout
+        suits = tokens <= _GRAPH_TOKENS and not self.run.model.grad_cp and not trains_adapter(self.run.model)
         return wanted == "on" or (wanted == "auto" and suits)
 
     @property
