@@ -2,7 +2,6 @@ import contextlib
 import dataclasses
 import errno
 import json
-import multiprocessing
 import os
 import re
 import shutil
@@ -10,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import datasets
@@ -514,25 +512,3 @@ def test_preload_script(data, tmp_path):
     nothing = run()
     assert nothing.returncode == 2
     assert "config" in nothing.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.fault(69)
-def test_a_killed_tokenizing_process_ends_the_build(tmp_path):
-    """Not with a wait for what it will never give; the next build is whole."""
-    (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": f"text {i} " * 400}) + "\n" for i in range(20_000)))
-    data = DataConfig(data_path=str(tmp_path / "p"), source=str(tmp_path / "x.jsonl"), tokenizer="byte", num_proc=2)
-
-    def kill_one() -> None:
-        while not (workers := multiprocessing.active_children()):
-            time.sleep(0.02)
-        os.kill(workers[0].pid, signal.SIGKILL)
-
-    killer = threading.Thread(target=kill_one, daemon=True)
-    killer.start()
-    with pytest.raises(StorageError, match=r"data\.num_proc: a process that tokenizes died"):
-        prepare.prepare(data)
-    killer.join()
-    assert not (tmp_path / "p").exists()
-    prepare.prepare(data)
-    assert (tmp_path / "p").exists()
